@@ -1,0 +1,45 @@
+"""Tensors as bits: equality that tells NaN payloads and signed zeros apart, and where two tensors first differ."""
+
+from __future__ import annotations
+
+import torch
+
+
+def has_data(tensor: torch.Tensor) -> bool:
+    """False for tensors without values: meta tensors, and fake tensors of any device."""
+    return not tensor.is_meta and tensor.untyped_storage().device.type != "meta"
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in row-major order, uint8 [numel, itemsize]."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).reshape(flat.numel(), tensor.element_size())
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """True if shape, dtype and every bit agree; tensors without values are compared by shape and dtype alone."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if not (has_data(left) and has_data(right)):
+        return has_data(left) == has_data(right)
+    return first_difference(left, right) is None
+
+
+def first_difference(left: torch.Tensor, right: torch.Tensor) -> tuple[int, ...] | None:
+    """Index of the first element, in row-major order, whose bits differ; None if there is none.
+
+    Both tensors have the same shape and dtype; they may lie on different devices.
+    """
+    if left.numel() == 0:
+        return None
+    a, b = raw(left), raw(right)
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
+    if torch.equal(a, b):
+        return None
+    position = int((a != b).any(dim=1).nonzero()[0])
+    index: list[int] = []
+    for extent in reversed(left.shape):
+        index.append(position % extent)
+        position //= extent
+    return tuple(reversed(index))
