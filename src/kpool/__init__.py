@@ -1,0 +1,18 @@
+"""kpool: exact, memory-bounded k-pool token selection for GLM-5.3-Flash sparse attention, sharded over query rows."""
+
+from kpool.ops import fused_qk_topk_kpool, select_pools
+from kpool.pooling import PooledKeys, pool_keys
+from kpool.sharding import ShardPlan
+from kpool.visibility import Visibility
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PooledKeys",
+    "ShardPlan",
+    "Visibility",
+    "__version__",
+    "fused_qk_topk_kpool",
+    "pool_keys",
+    "select_pools",
+]
