@@ -62,11 +62,7 @@ class PoolGrid:
 
     def starts(self) -> Tensor:
         """First key slot of every pool, int32 ``[N]`` (``[B, N]`` for a left-padded batch), -1 where there is none."""
-        ids = (
-            torch.arange(self.num_pools, device=self.edges.device)
-            .expand(self.edges.shape[0], -1)
-            .contiguous()
-        )
+        ids = torch.arange(self.num_pools, device=self.edges.device).expand(self.edges.shape[0], -1).contiguous()
         ends = self.offsets[:, 1:].contiguous()
         doc = torch.searchsorted(ends, ids, right=True).clamp_(max=ends.shape[1] - 1)
         base = self.edges.gather(1, doc) + (ids - self.offsets.gather(1, doc)) * self.pool_size

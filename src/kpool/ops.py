@@ -114,9 +114,7 @@ def fused_qk_topk_kpool(
     windows = visibility.windows(rows=rows, tokens=tokens, batch=batch, pool_size=pool_size, device=q.device)
     shard = _Shard.enter(query_shard_group, shard_plan, rows)
     if check_replicated and shard.size > 1:
-        inputs = dict(
-            q=q, k=k, weights=weights, gate_score=gate_score, ape=ape, mask=mask, varlen_starts=varlen_starts
-        )
+        inputs = dict(q=q, k=k, weights=weights, gate_score=gate_score, ape=ape, mask=mask, varlen_starts=varlen_starts)
         inputs |= dict(varlen_ends=varlen_ends, key_positions=key_positions, cu_seqlens_kv=cu_seqlens_kv)
         replication.check_replicated(inputs, shard.group_or_fail(), shard.rank, shard.size)
 

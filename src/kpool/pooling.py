@@ -72,9 +72,7 @@ def pool_keys(
     else:
         grid = PoolGrid.packed(cu_seqlens_kv, k.shape[0], pool_size)
     plain = cu_seqlens_kv is None
-    return PooledKeys(
-        pool_on_grid(k, gate_score, ape, grid, plain=plain, numerics=numerics), grid.starts(), pool_size
-    )
+    return PooledKeys(pool_on_grid(k, gate_score, ape, grid, plain=plain, numerics=numerics), grid.starts(), pool_size)
 
 
 def pool_on_grid(

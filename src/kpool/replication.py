@@ -35,8 +35,7 @@ def check_replicated(tensors: Mapping[str, Tensor | None], group: Group, rank: i
     names = list(tensors)
     device = next(t.device for t in tensors.values() if t is not None)
     rows = {
-        name: _row_checksums(t) if t is not None else torch.zeros(0, dtype=torch.int64)
-        for name, t in tensors.items()
+        name: _row_checksums(t) if t is not None else torch.zeros(0, dtype=torch.int64) for name, t in tensors.items()
     }
     mine = torch.stack([_whole(tensors[name], rows[name]) for name in names])
     everyone = all_gather(mine.to(device)[None], group, size).cpu()  # [G, names, 2]: shape and content
@@ -48,9 +47,7 @@ def check_replicated(tensors: Mapping[str, Tensor | None], group: Group, rank: i
             by_row = all_gather(rows[name].to(device)[None], group, size).cpu()  # [G, rows]
             differs = (by_row != by_row[0]).any(0)
             first = int(differs.nonzero()[0, 0]) if bool(differs.any()) else 0
-            raise RuntimeError(
-                _message(name, contents, rank, f"first differing row (index along dim 0): {first}")
-            )
+            raise RuntimeError(_message(name, contents, rank, f"first differing row (index along dim 0): {first}"))
 
 
 def _message(name: str, values: Sequence[int], rank: int, what: str) -> str:

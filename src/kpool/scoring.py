@@ -112,9 +112,7 @@ def differentiable_scores(
         transform_name: transform of q, see the module.
     """
     q = transform(q, transform_name)
-    result: Tensor = _Scores.apply(
-        scores, q, keys, weights, pool_lo, pool_hi, mask, pool_size, use_relu, dot_scale
-    )
+    result: Tensor = _Scores.apply(scores, q, keys, weights, pool_lo, pool_hi, mask, pool_size, use_relu, dot_scale)
     return result
 
 
@@ -180,9 +178,7 @@ class _Scores(torch.autograd.Function):
         return (None, grad_q, grad_key.to(keys.dtype), grad_w, None, None, None, None, None, None)
 
 
-def visible_pools(
-    pool_lo: Tensor, pool_hi: Tensor, mask: Tensor | None, pool_size: int, pools: int
-) -> Tensor:
+def visible_pools(pool_lo: Tensor, pool_hi: Tensor, mask: Tensor | None, pool_size: int, pools: int) -> Tensor:
     """Which pools each row may select, bool ``[Bv, S, N]``; a mask ``[Bv, S, T]`` removes pools with a hidden token."""
     ids = torch.arange(pools, device=pool_lo.device, dtype=torch.int32)
     seen = (ids >= pool_lo[..., None]) & (ids < pool_hi[..., None])

@@ -35,9 +35,7 @@ def order_key(scores: Tensor) -> Tensor:
     return key.masked_fill_(scores.isnan(), _NAN)
 
 
-def top_pools(
-    scores: Tensor, visible: Tensor | None, budget: int, order: str, first_id: int | Tensor = 0
-) -> Tensor:
+def top_pools(scores: Tensor, visible: Tensor | None, budget: int, order: str, first_id: int | Tensor = 0) -> Tensor:
     """The winning pools of each row.
 
     Args:

@@ -166,9 +166,7 @@ def check_group(group: object) -> tuple[int, int]:
         )
     rank, size = int(rank_of()), int(size_of())
     if size < 1 or not 0 <= rank < size:
-        raise ValueError(
-            f"query_shard_group: expected a member, 0 <= rank < size, got rank {rank} of size {size}"
-        )
+        raise ValueError(f"query_shard_group: expected a member, 0 <= rank < size, got rank {rank} of size {size}")
     return rank, size
 
 

@@ -219,9 +219,7 @@ class _Scorer:
         self.tiles = -(-self.pools // POOL_TILE)
         padded = keys.new_zeros((self.tiles * POOL_TILE, self.dim), dtype=torch.float32)
         padded[: self.pools] = keys
-        self.keys = (
-            padded.view(self.tiles, POOL_TILE, self.dim).transpose(1, 2).contiguous()
-        )  # [tiles, D, TP]
+        self.keys = padded.view(self.tiles, POOL_TILE, self.dim).transpose(1, 2).contiguous()  # [tiles, D, TP]
         self.row = padded.new_zeros((ROW_TILE, self.heads, self.dim))
         self.weight = padded.new_zeros((ROW_TILE, 1, self.heads))
         self.dot = padded.new_empty((ROW_TILE * self.heads, POOL_TILE))

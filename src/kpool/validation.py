@@ -96,12 +96,7 @@ def check_queries(q: Tensor, keys: Tensor, weights: Tensor, *, key_name: str, sa
 
 def check_budget(index_topk: int, pool_size: int) -> int:
     """``M = K // P``; ValueError unless ``K`` is a positive multiple of ``P``."""
-    if (
-        not isinstance(index_topk, int)
-        or isinstance(index_topk, bool)
-        or index_topk < 1
-        or index_topk % pool_size
-    ):
+    if not isinstance(index_topk, int) or isinstance(index_topk, bool) or index_topk < 1 or index_topk % pool_size:
         raise ValueError(
             f"index_topk: expected a positive multiple of pool_size = {pool_size}, got {index_topk!r}; whole pools are selected"
         )
@@ -119,9 +114,7 @@ def check_visibility_arguments(
     others = {"varlen_starts": varlen_starts, "varlen_ends": varlen_ends, "key_positions": key_positions}
     given = [name for name, value in {**others, "cu_seqlens_kv": cu_seqlens_kv}.items() if value is not None]
     if mask is not None and given:
-        raise ValueError(
-            f"mask: expected no other visibility argument beside a mask, got {', '.join(given)} as well"
-        )
+        raise ValueError(f"mask: expected no other visibility argument beside a mask, got {', '.join(given)} as well")
     if (varlen_starts is None) != (varlen_ends is None):
         missing = "varlen_starts" if varlen_starts is None else "varlen_ends"
         raise ValueError(
@@ -151,13 +144,9 @@ def check_options(
     if not isinstance(width_multiple, int) or width_multiple < 1:
         raise ValueError(f"width_multiple: expected a positive int, got {width_multiple!r}")
     if score_chunk_bytes is not None and (not isinstance(score_chunk_bytes, int) or score_chunk_bytes < 1):
-        raise ValueError(
-            f"score_chunk_bytes: expected a positive number of bytes or None, got {score_chunk_bytes!r}"
-        )
+        raise ValueError(f"score_chunk_bytes: expected a positive number of bytes or None, got {score_chunk_bytes!r}")
     if transform != "none" and dim & (dim - 1):
-        raise ValueError(
-            f"q: expected a power of two as index head dim D for the Hadamard rotation, got {dim}"
-        )
+        raise ValueError(f"q: expected a power of two as index head dim D for the Hadamard rotation, got {dim}")
 
 
 def check_sharding(group: object | None, return_index_scores: bool, shard_plan: str) -> None:

@@ -146,9 +146,7 @@ class Visibility:
         _check_index("starts", starts)
         _check_index("ends", ends)
         if starts.shape != ends.shape:
-            raise ValueError(
-                f"ends: expected the shape of starts {tuple(starts.shape)}, got {tuple(ends.shape)}"
-            )
+            raise ValueError(f"ends: expected the shape of starts {tuple(starts.shape)}, got {tuple(ends.shape)}")
         if _on_cpu(starts, ends) and bool((starts > ends).any()):
             row = int((starts > ends).nonzero()[0, 0])
             raise ValueError(
@@ -160,9 +158,7 @@ class Visibility:
         if key_positions is not None:
             _check_index("key_positions", key_positions)
             _check_positions(key_positions, cu_seqlens)
-        return Visibility(
-            "bounds", starts=starts, ends=ends, key_positions=key_positions, cu_seqlens=cu_seqlens
-        )
+        return Visibility("bounds", starts=starts, ends=ends, key_positions=key_positions, cu_seqlens=cu_seqlens)
 
     @staticmethod
     def from_mask(mask: Tensor) -> Visibility:
@@ -268,9 +264,7 @@ class Visibility:
         for name in ("starts", "ends", "key_positions", "cu_seqlens", "positions", "mask", "valid"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device.type != device.type:
-                raise ValueError(
-                    f"{name}: expected a tensor on {device}, got one on {tensor.device}; move it there"
-                )
+                raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}; move it there")
         if self.kind == "causal" and self.rows is not None:
             expect("visibility", "rows S", rows, self.rows)
         if self.starts is not None:
@@ -297,9 +291,7 @@ class Visibility:
             expect("valid", "rows S", rows, tokens if self.rows is None else self.rows)
 
     def _packed_window(self, grid: PoolGrid, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        position = (
-            torch.arange(rows, device=device) if self.positions is None else self.positions.to(torch.int64)
-        )
+        position = torch.arange(rows, device=device) if self.positions is None else self.positions.to(torch.int64)
         position = position[None]
         inside = (position >= 0) & (position < grid.edges[:, -1:])
         start = _at(grid.edges, grid.document_of(position))
@@ -309,9 +301,7 @@ class Visibility:
         assert self.starts is not None and self.ends is not None
         start, end = self.starts.to(torch.int64)[None], self.ends.to(torch.int64)[None]
         # bounds + cu_seqlens: tokens past the last document are padding, no row sees them
-        limit = (
-            grid.edges[:, -1:] if self.cu_seqlens is not None else torch.full_like(grid.edges[:, -1:], tokens)
-        )
+        limit = grid.edges[:, -1:] if self.cu_seqlens is not None else torch.full_like(grid.edges[:, -1:], tokens)
         if self.key_positions is not None:
             start, end = _slots_of_positions(self.key_positions, start, end, limit)
         zero = torch.zeros_like(limit)
@@ -328,9 +318,7 @@ class Visibility:
 
     def _left_padded_window(self, valid: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         first, _ = self._span(valid)
-        slot = torch.arange(valid.shape[1] - rows, valid.shape[1], device=valid.device).expand(
-            valid.shape[0], -1
-        )
+        slot = torch.arange(valid.shape[1] - rows, valid.shape[1], device=valid.device).expand(valid.shape[0], -1)
         real = valid[:, valid.shape[1] - rows :]
         return first[:, None].expand_as(slot).masked_fill(~real, 0), (slot + 1).masked_fill(~real, 0)
 
@@ -339,16 +327,12 @@ def check_cu_seqlens(cu_seqlens: Tensor, name: str, tokens: int | None = None) -
     """Raise unless ``cu_seqlens`` is an index vector, on CPU also unless it ascends from 0 to at most ``tokens``."""
     _check_index(name, cu_seqlens)
     if cu_seqlens.shape[0] < 1:
-        raise ValueError(
-            f"{name}: expected [docs + 1] cumulative lengths starting with 0, got an empty tensor"
-        )
+        raise ValueError(f"{name}: expected [docs + 1] cumulative lengths starting with 0, got an empty tensor")
     if not _on_cpu(cu_seqlens):
         return
     values = cu_seqlens.tolist()
     if values[0] != 0:
-        raise ValueError(
-            f"{name}: expected cumulative lengths ascending from 0, got a first value of {values[0]}"
-        )
+        raise ValueError(f"{name}: expected cumulative lengths ascending from 0, got a first value of {values[0]}")
     for doc, (left, right) in enumerate(zip(values, values[1:], strict=False)):
         if right < left:
             raise ValueError(
@@ -394,9 +378,7 @@ def _at(table: Tensor, index: Tensor) -> Tensor:
     return table.gather(1, index.expand(table.shape[0], -1))
 
 
-def _slots_of_positions(
-    positions: Tensor, start: Tensor, end: Tensor, limit: Tensor
-) -> tuple[Tensor, Tensor]:
+def _slots_of_positions(positions: Tensor, start: Tensor, end: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
     """Key slots whose position lies in ``[start, end)``; documents may be stored in any order of positions."""
     if positions.shape[0] == 0:
         return torch.zeros_like(start), torch.zeros_like(end)
