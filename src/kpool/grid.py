@@ -72,5 +72,5 @@ class PoolGrid:
     def document_of(self, slot: Tensor) -> Tensor:
         """Document that holds each key slot, int64, same shape ``[Bv, S]``; the nearest one for slots in none."""
         ends = self.edges[:, 1:].contiguous()
-        doc = torch.searchsorted(ends, slot.contiguous(), right=True)
+        doc = torch.searchsorted(ends[0] if ends.shape[0] == 1 else ends, slot.contiguous(), right=True)
         return doc.clamp_(max=ends.shape[1] - 1)

@@ -17,6 +17,7 @@ Values are checked on the CPU only: on a GPU reading them would stall the stream
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,7 +334,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, name: str, tokens: int | None = None) -
     values = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"{name}: expected cumulative lengths ascending from 0, got a first value of {values[0]}")
-    for doc, (left, right) in enumerate(zip(values, values[1:], strict=False)):
+    for doc, (left, right) in enumerate(itertools.pairwise(values)):
         if right < left:
             raise ValueError(
                 f"{name}: expected ascending cumulative lengths, got {left} then {right} at document {doc}"
@@ -343,7 +344,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, name: str, tokens: int | None = None) -
 
 
 def _on_cpu(*tensors: Tensor) -> bool:
-    """True if the values can be read without a stall: real CPU tensors, outside tracing (fake tensors are subclasses)."""
+    """True if the values can be read without a stall: real CPU tensors (fakes are subclasses), no tracing."""
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
     return plain and not torch.compiler.is_compiling()
 
