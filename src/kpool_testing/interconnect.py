@@ -1,6 +1,6 @@
-"""The alpha-beta model: a message of n bytes takes alpha + n / bandwidth seconds; collectives are rings and trees of messages.
+"""The alpha-beta model: a message of n bytes takes alpha + n / bandwidth seconds.
 
-An estimate says which of two designs moves less and how often, not what a cluster will show: it knows no
+Collectives are rings and trees of messages. An estimate says which of two designs moves less and how often, not what a cluster will show: it knows no
 congestion, no overlap and no protocol switch.
 """
 

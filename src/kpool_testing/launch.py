@@ -24,7 +24,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from kpool_testing.checks import CollectiveError, DeadlockError, RankError
+from kpool_testing.checks import CollectiveError, DeadlockError, RankError, rank_error
 from kpool_testing.trace import Run, Trace
 from kpool_testing.worker import Answer, Job, importable, serve
 
@@ -32,7 +32,7 @@ BACKENDS = ("fake", "replay", "gloo", "nccl", "world")
 
 
 def run_ranks(
-    fn: Callable[[Any], Any], size: int, backend: str = "fake", *, timeout: float = 30.0, **options: Any
+    fn: Callable[[Any], Any], size: int, backend: str = "fake", *, timeout: float | None = None, **options: Any
 ) -> Run:
     """Run `fn(group)` once on every rank of a group of `size` ranks, and return a `Run`.
 
@@ -41,12 +41,13 @@ def run_ranks(
         size: number of ranks.
         backend: "fake" (`simulate`), "replay", "gloo" or "nccl" (one process a rank; nccl needs a GPU for each),
             "world" (this process is one rank of a group that a launcher such as torchrun started).
-        timeout: seconds every collective of a real group may take; a rank that does not return in about this time
-            is ended. With "fake" it is passed on as the limit of the whole run.
-        options: for `simulate` alone (dialect, seed, faults, ...); real processes take none and ignore none.
+        timeout: seconds; the limit of every real group (30 if not given), and of a whole simulated run (60). Ranks that
+            have not returned after twice that and 20 s more are ended.
+        options: for `simulate` alone (dialect, seed, faults, ...); refused with any other backend.
 
     Raises:
-        RankError: a rank raised (`__cause__` is its exception, a note holds its traceback) or its process died.
+        RankError: a rank raised (`__cause__` is its exception, of whose type it is too where Python allows it; a note
+            holds the traceback) or its process died.
         DeadlockError: ranks wait for each other past the limit.
         ValueError: unknown backend, size < 1, more nccl ranks than GPUs, or a world of another size.
     """
@@ -57,19 +58,20 @@ def run_ranks(
     if backend == "fake":
         from kpool_testing.world import simulate
 
-        return simulate(fn, size, **options)
+        return simulate(fn, size, **({} if timeout is None else {"limit": timeout}), **options)
     if options:
         raise ValueError(f"backend={backend!r} takes no {sorted(options)}: these are options of the simulation")
     if backend == "replay":
         from kpool_testing.replay import replay
 
         return replay(fn, size)
+    limit = 30.0 if timeout is None else timeout
     if backend == "world":
         from kpool_testing.torchrun import run_in_world
 
-        return run_in_world(fn, size, timeout)
+        return run_in_world(fn, size, limit)
     _require_gpus(backend, size)
-    return _pool.run(fn, size, backend, timeout)
+    return _pool.run(fn, size, backend, limit)
 
 
 def close_pool() -> None:
@@ -192,7 +194,7 @@ class _Outcome:
             for connection in ready:
                 self._receive(connections[connection])  # type: ignore[index]
             if not ready:
-                self.lost.update({rank: f"did not return within {limit:.0f} s, ended" for rank in waiting})
+                self.lost.update(dict.fromkeys(waiting, f"did not return within {limit:.0f} s, ended"))
             elif self.lost:
                 # Peers of a dead process learn it from their connections, or not at all.
                 deadline = min(deadline, time.monotonic() + 2.0)
@@ -240,22 +242,21 @@ class _Outcome:
             return Run([pickle.loads(self.answers[rank].payload) for rank in range(self.size)], self.trace())
         lines = [f"  rank {rank}: {self._line(rank)}" for rank in range(self.size)]
         died = [rank for rank, reason in self.lost.items() if "died" in reason]
-        kind: type[CollectiveError]
-        if died:
-            kind, headline, failed = RankError, f"rank {died[0]}: {self.lost[died[0]]}", []
-        elif failed:
-            kind, headline = _kind(failed[0]), f"rank {failed[0].rank} raised {failed[0].headline}"
+        cause: BaseException | None = None
+        if died or not failed:
+            rank = died[0] if died else min(self.lost)
+            error: CollectiveError = (RankError if died else DeadlockError)(
+                "\n".join([f"rank {rank}: {self.lost[rank]}", *lines])
+            )
         else:
-            kind, headline = DeadlockError, f"rank {min(self.lost)}: {self.lost[min(self.lost)]}"
-        error = kind("\n".join([headline, *lines]))
-        error.trace = self.trace()
+            cause = pickle.loads(failed[0].payload) if failed[0].payload else None
+            error = _error("\n".join([f"rank {failed[0].rank} raised {failed[0].headline}", *lines]), failed[0], cause)
+            error.add_note(f"traceback on rank {failed[0].rank}:\n{failed[0].text}")
         for rank in self.lost:
             if self.output.get(rank):
                 error.add_note(f"last output of rank {rank}:\n{self.output[rank][-3000:]}")
-        if not failed:
-            raise error
-        error.add_note(f"traceback on rank {failed[0].rank}:\n{failed[0].text}")
-        raise error from (pickle.loads(failed[0].payload) if failed[0].payload else None)
+        error.trace = self.trace()
+        raise error from cause
 
     def _line(self, rank: int) -> str:
         if rank in self.lost:
@@ -264,11 +265,12 @@ class _Outcome:
         return "returned" if answer.ok else answer.headline
 
 
-def _kind(first: Answer) -> type[CollectiveError]:
-    """A time-out inside torch means that a peer never came."""
+def _error(message: str, first: Answer, cause: BaseException | None) -> CollectiveError:
+    """A time-out inside torch means that a peer never came; everything else is the rank's own."""
     text = f"{first.headline} {first.text.splitlines()[-1]}".lower()
-    waited = "timed out" in text or "timeout" in text
-    return DeadlockError if waited and "/torch/" in first.text.replace("\\", "/") else RankError
+    if ("timed out" in text or "timeout" in text) and "/torch/" in first.text.replace("\\", "/"):
+        return DeadlockError(message)
+    return rank_error(message, cause) if isinstance(cause, Exception) else RankError(message)
 
 
 def _pickled(fn: Callable[[Any], Any]) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ranks-timeout",
         type=float,
-        default=30.0,
+        default=None,
         metavar="SECONDS",
-        help="limit of every group with gloo, nccl and world (default 30)",
+        help="limit of every group with gloo, nccl and world (default 30) and of a simulated run (default 60)",
     )
     group.addoption(
         "--ranks-trace",
@@ -182,9 +182,9 @@ def _keep(record: list[Any], trace: Trace | None) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[None]:  # pragma: no cover - runs inside pytest
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """With `--ranks-trace=DIR`, write the page of a failing test and say where it is."""
-    report: Any = yield
+    report = yield
     directory = item.config.getoption("--ranks-trace")
     if not directory or not report.failed:
         return report

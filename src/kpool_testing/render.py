@@ -42,7 +42,10 @@ class Step:
 
 
 def steps(trace: Trace) -> list[Step]:
-    """The calls of a trace lined up: the n-th collective of each rank on a group is one step, a send or receive its own."""
+    """The calls of a trace lined up.
+
+    The n-th collective of each rank on a group makes one step; a send or a receive is a step of its own.
+    """
     found: dict[tuple[str, str, int], Step] = {}
     counts: dict[tuple[int, str], int] = {}
     for index, call in enumerate(trace):

@@ -20,13 +20,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed
 
 from kpool_testing.bits import has_data, same_bits
-from kpool_testing.checks import CollectiveError, DeadlockError, MismatchError, RankError
+from kpool_testing.checks import (
+    AsyncError,
+    CollectiveError,
+    DeadlockError,
+    MismatchError,
+    RefusedError,
+    rank_error,
+)
 from kpool_testing.group import FakeGroup
 from kpool_testing.trace import Call, Run, Trace, user_site
 
@@ -64,8 +72,9 @@ def replay(fn: Callable[[FakeGroup], Any], size: int) -> Run:
 
     Raises:
         RankError: fn raised; `__cause__` is the exception.
-        MismatchError: a tensor a real backend would refuse, ranks that disagree on shape, dtype or device, a group that
-            is not this rank's, or a rank that does not repeat what it did.
+        RefusedError: tensors that gloo or NCCL would refuse, or a group that is not this rank's.
+        MismatchError: ranks disagree on shape, dtype or device, or a rank does not repeat what it did.
+        AsyncError: an input changed before `wait()`, or a gather nobody waited for.
         DeadlockError: some ranks wait in a gather that others never join.
         RuntimeError: called inside another replay.
         ValueError: size < 1.
@@ -159,7 +168,7 @@ class _Replay:
         problem = _refusal(output, given, self.size) or self.group_problem(group)
         if problem is not None:
             number = self.outcome.calls
-            raise self.failure(MismatchError, f"rank {self.rank}: {_KIND}#{number} at {site}: {problem}")
+            raise self.failure(RefusedError, f"rank {self.rank}: {_KIND}#{number} at {site}: {problem}")
 
     def group_problem(self, group: Any) -> str | None:
         if not isinstance(group, FakeGroup):
@@ -178,7 +187,7 @@ class _Replay:
                 raise outcome.error
             if outcome.error is not None:
                 headline = f"rank {rank} raised {type(outcome.error).__name__}: {outcome.error}"
-                raise self.failure(RankError, headline, outcomes) from outcome.error
+                raise self.failure(partial(rank_error, cause=outcome.error), headline, outcomes) from outcome.error
         for rank, outcome in enumerate(outcomes):
             if outcome.paused is None and outcome.calls < len(self.known):
                 raise self.failure(
@@ -203,7 +212,7 @@ class _Replay:
             raise self.failure(MismatchError, "\n".join([headline, *lines]))
 
     def failure(
-        self, kind: type[CollectiveError], headline: str, outcomes: list[_Outcome] | None = None
+        self, kind: Callable[[str], CollectiveError], headline: str, outcomes: list[_Outcome] | None = None
     ) -> CollectiveError:
         lines = [headline]
         outcomes = outcomes or []
@@ -268,14 +277,14 @@ class _Work:
             self._given.detach().copy_(sent)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Write the result; raises MismatchError if the input was changed since the call."""
+        """Write the result; raises AsyncError if the input was changed since the call."""
         if self._done:
             return True
         self._done = True
         sent = self._state.known[self._number][self._state.rank]
         if not same_bits(sent.payload, self._given.detach()):
             message = f"rank {self._state.rank}: the input of {_KIND}#{self._number} at {sent.site} "
-            raise self._state.failure(MismatchError, message + "was changed before wait()")
+            raise self._state.failure(AsyncError, message + "was changed before wait()")
         if has_data(self._output):
             with torch.no_grad():
                 self._output.copy_(self._state.answer(self._number))
@@ -289,7 +298,7 @@ class _Work:
         if not self._done:
             site = self._state.known[self._number][self._state.rank].site
             message = f"rank {self._state.rank}: {_KIND}#{self._number} at {site} was never waited for"
-            raise self._state.failure(CollectiveError, message)
+            raise self._state.failure(AsyncError, message)
 
 
 def _refusal(output: Any, given: Any, size: int) -> str | None:
@@ -350,7 +359,7 @@ def _random_state() -> Iterator[Callable[[], None]]:
     numpy = sys.modules.get("numpy")
     python, cpu = random.getstate(), torch.get_rng_state()
     array = numpy.random.get_state() if numpy is not None else None
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def rewind() -> None:
         random.setstate(python)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from kpool_testing.checks import RankError
+from kpool_testing.checks import RankError, rank_error
 from kpool_testing.trace import Run, Trace
 
 
@@ -50,7 +50,8 @@ def run_in_world(fn: Callable[[Any], Any], size: int, timeout: float) -> Run:
     failed = [rank for rank, (_, text, _) in enumerate(gathered) if text is not None]
     if failed:
         lines = [f"  rank {rank}: {text or 'returned'}" for rank, (_, text, _) in enumerate(gathered)]
-        problem = RankError("\n".join([f"rank {failed[0]} raised {gathered[failed[0]][1]}", *lines]))
+        message = "\n".join([f"rank {failed[0]} raised {gathered[failed[0]][1]}", *lines])
+        problem = rank_error(message, error) if error is not None else RankError(message)
         problem.trace = Trace(calls, size=size)
         raise problem from error
     return Run([entry[0] for entry in gathered], Trace(calls, size=size))

@@ -1,23 +1,25 @@
 """The record of a run: every collective of every rank, as text lanes, an HTML page, byte totals or a torch dump.
 
-    run = replay(fn, 2)
-    print(run.trace.lanes())
-    run.trace.write_html("trace.html")
-    run.trace.write_flight_recorder("dump/")      # then: torchfrtrace dump/
+run = replay(fn, 2)
+print(run.trace.lanes())
+run.trace.write_html("trace.html")
+run.trace.write_flight_recorder("dump/")      # then: torchfrtrace dump/
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from kpool_testing.interconnect import INTERCONNECTS, Interconnect, seconds
 
-_PACKAGE = str(Path(__file__).resolve().parent)
-_SKIPPED = ("/torch/", "/typing_extensions.py", "/contextlib.py", "/threading.py", "<frozen")
+_PACKAGE = Path(__file__).resolve().parent.as_posix() + "/"
+_SKIPPED = ("/typing_extensions.py", "/contextlib.py", "/threading.py")
 
 # The names torch 2.13 uses; a trace always holds these, whichever spelling the code under test used.
 _CANONICAL = {
@@ -38,14 +40,24 @@ def canonical_kind(kind: str) -> str:
     return _CANONICAL.get(kind, kind)
 
 
+@functools.cache
+def is_user_file(filename: str) -> bool:
+    """True for code that belongs neither to torch, nor to this package, nor to what wraps calls in between."""
+    name = filename.replace("\\", "/")
+    if name.startswith((_PACKAGE, "<frozen ")) or name.endswith(_SKIPPED):
+        return False
+    torch = sys.modules.get("torch")
+    home = Path(torch.__file__).parent.as_posix() + "/" if torch is not None and torch.__file__ else "/torch/"
+    return not name.startswith(home)
+
+
 def user_site() -> str:
-    """`file:line` of the innermost frame that belongs neither to torch nor to this package."""
-    frame = sys._getframe(1)
+    """`file:line` of the innermost frame that belongs to the user's code (see `is_user_file`)."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename.replace("\\", "/")
-        if not name.startswith(_PACKAGE.replace("\\", "/")) and not any(part in name for part in _SKIPPED):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        if is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}".replace("\\", "/")
+        frame = frame.f_back
     return "?"
 
 

@@ -109,7 +109,7 @@ def _join(job: Job) -> None:
             del sys.modules[name]
     if job.backend == "nccl":
         torch.cuda.set_device(job.rank)
-    store = dist.FileStore(job.store, job.size)
+    store = dist.FileStore(job.store, job.size)  # type: ignore[attr-defined]
     store.set_timeout(limit)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.size, timeout=limit)
 
