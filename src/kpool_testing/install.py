@@ -1,0 +1,86 @@
+"""Puts the simulated backend in place of torch's process groups for the time of one run, and takes it out again."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._C import _distributed_c10d as native
+
+from kpool_testing.isolation import RankState, RankWorlds
+from kpool_testing.process_group import SimGroup
+
+if TYPE_CHECKING:
+    from kpool_testing.world import Simulation
+
+_NAME = "kpool"
+_REGISTRY = ("backend_list", "backend_capability", "default_device_backend_map", "_plugins", "backend_type_map")
+
+
+@contextmanager
+def installed(simulation: Simulation) -> Iterator[Callable[[Sequence[str]], RankState]]:
+    """While active, every process group that is created in this process is one of the simulation's.
+
+    Yields the function that takes the names of isolated modules and starts the per-rank state. A default group that
+    already exists is out of sight and comes back untouched.
+    """
+    world, helper, hook, threads = c10d._world, c10d._new_process_group_helper, sys.excepthook, torch.get_num_threads()
+    names = {name: getattr(c10d, name) for name in ("_backend", "_default_pg_init_method")}
+    registry = {name: _copied(getattr(dist.Backend, name)) for name in _REGISTRY if hasattr(dist.Backend, name)}
+    native._set_thread_isolation_mode(True)
+    try:
+        c10d._world = RankWorlds(simulation.running_rank)
+        # Its default arguments bind the default group when it is imported: that must be none.
+        importlib.import_module("torch.distributed.nn.functional")
+
+        dist.Backend.register_backend(_NAME, partial(_create, simulation), extended_api=True, devices=["cpu", "cuda"])
+        c10d._new_process_group_helper = partial(_redirected, simulation, helper)
+        torch.set_num_threads(1)
+        yield partial(RankState, simulation.size, simulation.seed)
+    finally:
+        torch.set_num_threads(threads)
+        c10d._world, c10d._new_process_group_helper, sys.excepthook = world, helper, hook
+        for name, value in names.items():
+            setattr(c10d, name, value)
+        for name, value in registry.items():
+            setattr(dist.Backend, name, value)
+        if hasattr(dist.Backend, _NAME.upper()):
+            delattr(dist.Backend, _NAME.upper())
+        native._set_thread_isolation_mode(False)
+
+
+def leave_groups() -> None:
+    """Forget the calling rank's groups in torch's C++ registry, which would outlive its thread."""
+    native._unregister_all_process_groups()
+
+
+def _copied(value: Any) -> Any:
+    return {key: _copied(part) for key, part in value.items()} if isinstance(value, dict) else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if type(value) is list else value
+
+
+def _create(simulation: Simulation, options: Any, backend_options: Any = None) -> SimGroup:
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return SimGroup(simulation, options.group_rank, ranks, str(options.group_id))
+
+
+def _redirected(
+    simulation: Simulation, helper: Callable[..., Any], size: int, rank: int, ranks: Any, backend: Any, *rest: Any, **named: Any
+) -> Any:
+    """Create a simulated group whatever backend was asked for, and keep the name that was asked for."""
+    group, store = helper(size, rank, ranks, _NAME, *rest, **named)
+    if isinstance(group, SimGroup):
+        claimed = simulation.backend if str(backend) == _NAME else str(backend)
+        c10d._world.pg_map[group] = (claimed, store)
+        c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(claimed)))
+    return group, store

@@ -1,0 +1,422 @@
+"""The process group that `simulate` hands to each rank: a torch ProcessGroup whose calls meet in one process.
+
+Python callers reach its methods directly, functional collectives and DDP through torch's C++ trampoline; both spell some
+calls differently, and older torch releases too, so most methods have several names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kpool_testing import collectives, dialects
+from kpool_testing.p2p import PointToPoint
+from kpool_testing.works import JoinedWork, SimWork
+
+if TYPE_CHECKING:
+    from kpool_testing.matching import Request
+    from kpool_testing.world import Simulation
+
+Pairs = tuple[tuple[str, Any], ...]
+
+
+class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
+    """One rank's handle on one simulated group."""
+
+    def __init__(self, simulation: Simulation, rank: int, ranks: tuple[int, ...], name: str) -> None:
+        super().__init__(rank, len(ranks))
+        self._simulation, self._place, self.ranks, self.key = simulation, rank, ranks, name
+        self._name, self._desc = name, "undefined"
+        self._seq = 0
+        self._coalescing: list[SimWork] | None = None
+        simulation.meet_group(name, ranks)
+
+    # -- what torch asks a group about itself
+
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._place
+
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    getRank, getSize = rank, size
+
+    def name(self) -> str:
+        """The backend that the group claims to be."""
+        return self._simulation.backend
+
+    getBackendName = _get_backend_name = name
+
+    @property
+    def group_name(self) -> str:
+        """The name under which torch has registered the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """The description given to `new_group`."""
+        return self._desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        return [torch.device(kind) for kind in kinds]
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def _set_sequence_number_for_group(self) -> None:
+        return None
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._seq
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+    def abort(self) -> None:
+        """Nothing to close."""
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Accepted and ignored: a simulated call cannot time out, a deadlock is found at once."""
+
+    def label(self) -> str:
+        """How reports call the group."""
+        return "world" if self.key == "0" and len(self.ranks) == self._simulation.size else f"{self.key} {list(self.ranks)}"
+
+    def next_seq(self) -> int:
+        """The number of the next collective of this rank on this group."""
+        self._seq += 1
+        return self._seq - 1
+
+    def __repr__(self) -> str:
+        return f"SimGroup({self.label()}, rank={self._place}, size={len(self.ranks)})"
+
+    # -- how a collective is made
+
+    def _post(
+        self, kind: str, fingerprint: Pairs, sent: Any, outputs: Sequence[Tensor], compute: Any, opts: Any, **more: Any
+    ) -> SimWork:
+        coalescing = self._coalescing
+        asynchronous = coalescing is not None or opts is None or bool(getattr(opts, "asyncOp", True))
+        work = self._simulation.post(
+            self, kind, fingerprint, sent, outputs, compute, async_op=asynchronous, **more
+        )
+        if coalescing is not None:
+            coalescing.append(work)
+        return work
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: Any) -> SimWork:
+        works, self._coalescing = self._coalescing or [], None
+        return JoinedWork(self._simulation, works)
+
+    def _check(self, kind: str, **arguments: Any) -> None:
+        dialects.check(self._simulation.dialect, kind, size=len(self.ranks), place=self._place, **arguments)
+
+    # -- gathers
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimWork:
+        """Concatenate all ranks' [d0, ...] to [G * d0, ...]."""
+        self._check("all_gather_single", output=output, input=input)
+
+        def compute(sent: list[Tensor]) -> list[list[Tensor]]:
+            gathered = collectives.all_gather_single(sent)
+            return [[gathered]] * len(sent)
+
+        return self._post("all_gather_single", describe(input), input, [output], compute, opts, inputs=[input])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimWork:
+        """Several all_gather_single in one call."""
+        for output, source in zip(outputs, inputs, strict=True):
+            self._check("all_gather_single", output=output, input=source)
+
+        def compute(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            gathered = [collectives.all_gather_single(column) for column in zip(*sent, strict=True)]
+            return [gathered] * len(sent)
+
+        kind = "all_gather_single_coalesced"
+        return self._post(kind, describe(*inputs), list(inputs), outputs, compute, opts, inputs=inputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
+        """Fill a list with every rank's tensor."""
+        targets, source = _first_list(outputs), _single(inputs)
+        self._check("all_gather", outputs=targets, input=source)
+
+        def compute(sent: list[Tensor]) -> list[list[Tensor]]:
+            gathered = collectives.all_gather(sent)
+            return [gathered] * len(sent)
+
+        uneven = dialects.allows_uneven_lists(self._simulation.dialect)
+        fingerprint = (("dtype", _dtype(source)),) if uneven else describe(source)
+        agree = _entries_match if uneven else None
+        return self._post("all_gather", fingerprint, source, targets, compute, opts, inputs=[source], agree=agree)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimWork:
+        """Several all_gather of lists in one call: `outputs[rank][i]` receives that rank's i-th tensor."""
+        flat = [tensor for per_rank in outputs for tensor in per_rank]
+
+        def compute(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            gathered = [tensor.detach().clone() for per_rank in sent for tensor in per_rank]
+            return [gathered] * len(sent)
+
+        return self._post("all_gather_coalesced", describe(*inputs), list(inputs), flat, compute, opts, inputs=inputs)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> SimWork:
+        """Fill the root's list with every rank's tensor."""
+        source, root = _single(inputs), _root(opts)
+        targets = _first_list(outputs) if self._place == root else []
+        self._check("gather", outputs=targets, input=source, root=root)
+
+        def compute(sent: list[Tensor]) -> list[list[Tensor]]:
+            gathered = collectives.all_gather(sent)
+            return [gathered if place == root else [] for place in range(len(sent))]
+
+        fingerprint = (("root", self.ranks[root]), *describe(source))
+        return self._post("gather", fingerprint, source, targets, compute, opts, inputs=[source], detail=self._to(root))
+
+    # -- reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any) -> SimWork:
+        """Reduce in place on every rank."""
+        return self._all_reduce("all_reduce", _as_list(tensors), opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> SimWork:
+        """Several all_reduce in one call."""
+        return self._all_reduce("all_reduce_coalesced", list(tensors), opts)
+
+    def _all_reduce(self, kind: str, tensors: list[Tensor], opts: Any) -> SimWork:
+        op = reduce_op(opts)
+        self._check("all_reduce", tensors=tensors, op=op)
+
+        def compute(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            reduced = [collectives.reduce(column, op) for column in zip(*sent, strict=True)]
+            return [reduced] * len(sent)
+
+        return self._post(kind, (("op", op), *describe(*tensors)), tensors, tensors, compute, opts, detail=op)
+
+    def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> SimWork:
+        """Reduce in place on the root."""
+        tensor, op, root = _single(tensors), reduce_op(opts), _root(opts)
+        self._check("reduce", tensors=[tensor], op=op, root=root)
+
+        def compute(sent: list[Tensor]) -> list[list[Tensor | None]]:
+            reduced = collectives.reduce(sent, op)
+            return [[reduced if place == root else None] for place in range(len(sent))]
+
+        fingerprint = (("op", op), ("root", self.ranks[root]), *describe(tensor))
+        spoiled = [tensor] if self._place == root else []
+        detail = f"{op} {self._to(root)}"
+        return self._post("reduce", fingerprint, tensor, [tensor], compute, opts, spoiled=spoiled, detail=detail)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimWork:
+        """Reduce [G * d0, ...] and keep this rank's [d0, ...]."""
+        op = reduce_op(opts)
+        self._check("reduce_scatter_single", output=output, input=input, op=op)
+
+        def compute(sent: list[Tensor]) -> list[list[Tensor]]:
+            return [[part] for part in collectives.reduce_scatter_single(sent, op)]
+
+        fingerprint = (("op", op), *describe(input))
+        return self._post(
+            "reduce_scatter_single", fingerprint, input, [output], compute, opts, inputs=[input], detail=op
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimWork:
+        """Several reduce_scatter_single in one call."""
+        op = reduce_op(opts)
+        for output, source in zip(outputs, inputs, strict=True):
+            self._check("reduce_scatter_single", output=output, input=source, op=op)
+
+        def compute(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            columns = [collectives.reduce_scatter_single(column, op) for column in zip(*sent, strict=True)]
+            return [list(parts) for parts in zip(*columns, strict=True)]
+
+        fingerprint = (("op", op), *describe(*inputs))
+        kind = "reduce_scatter_single_coalesced"
+        return self._post(kind, fingerprint, list(inputs), outputs, compute, opts, inputs=inputs, detail=op)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> SimWork:
+        """Reduce a list of one tensor per rank and keep this rank's."""
+        op, target, sources = reduce_op(opts), _single(outputs), _first_list(inputs)
+        self._check("reduce_scatter", output=target, inputs=sources, op=op)
+
+        def compute(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[part] for part in collectives.reduce_scatter(sent, op)]
+
+        fingerprint = (("op", op), *describe(*sources))
+        return self._post("reduce_scatter", fingerprint, sources, [target], compute, opts, inputs=sources, detail=op)
+
+    # -- one to all, all to all
+
+    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> SimWork:
+        """Copy the root's tensors to every rank."""
+        targets, root = _as_list(tensors), _root(opts)
+        self._check("broadcast", tensors=targets, root=root)
+
+        def compute(sent: list[list[Tensor]]) -> list[list[Tensor | None]]:
+            copies: list[Tensor | None] = [tensor.detach().clone() for tensor in sent[root]]
+            return [[None] * len(copies) if place == root else copies for place in range(len(sent))]
+
+        fingerprint = (("root", self.ranks[root]), *describe(*targets))
+        spoiled = [] if self._place == root else targets
+        detail = f"from {self.ranks[root]}"
+        return self._post("broadcast", fingerprint, targets, targets, compute, opts, spoiled=spoiled, detail=detail)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> SimWork:
+        """Give every rank its tensor of the root's list."""
+        target, root = _single(outputs), _root(opts)
+        sources = _first_list(inputs) if self._place == root else []
+        self._check("scatter", output=target, inputs=sources, root=root)
+
+        def compute(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[tensor.detach().clone()] for tensor in sent[root]]
+
+        fingerprint = (("root", self.ranks[root]), *describe(target))
+        detail = f"from {self.ranks[root]}"
+        return self._post("scatter", fingerprint, sources, [target], compute, opts, inputs=sources, detail=detail)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
+    ) -> SimWork:
+        """Exchange pieces of dim 0; splits give the pieces' lengths, equal ones by default."""
+        self._check(
+            "all_to_all_single", output=output, input=input, received=list(output_splits or []), cut=list(input_splits or [])
+        )
+        received = list(output_splits or []) or [output.shape[0] // len(self.ranks)] * len(self.ranks)
+        cut = list(input_splits or []) or [input.shape[0] // len(self.ranks)] * len(self.ranks)
+
+        def compute(sent: list[tuple[Tensor, list[int], list[int]]]) -> list[list[Tensor]]:
+            tensors, pieces = [part[0] for part in sent], [part[1] for part in sent]
+            return [[tensor] for tensor in collectives.all_to_all_single(tensors, pieces)]
+
+        fingerprint = (("dtype", _dtype(input)), ("trailing shape", list(input.shape[1:])))
+        return self._post(
+            "all_to_all_single",
+            fingerprint,
+            (input, cut, received),
+            [output],
+            compute,
+            opts,
+            inputs=[input],
+            agree=_splits_match,
+            detail=f"splits {cut}",
+        )
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimWork:
+        """Exchange lists of tensors: this rank's r-th goes to rank r."""
+        self._check("all_to_all", outputs=outputs, inputs=inputs)
+
+        def compute(sent: list[list[Tensor]]) -> list[list[Tensor]]:
+            return collectives.all_to_all(sent)
+
+        fingerprint = (("dtypes", sorted({_dtype(tensor) for tensor in inputs})),)
+        return self._post(
+            "all_to_all", fingerprint, list(inputs), outputs, compute, opts, inputs=inputs, agree=_shapes_match
+        )
+
+    def barrier(self, opts: Any = None) -> SimWork:
+        """Wait for every rank."""
+        return self._post("barrier", (), None, [], lambda sent: [[] for _ in sent], opts)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for every rank; a missing one is a deadlock, found at once."""
+        self._post("barrier", (), None, [], lambda sent: [[] for _ in sent], None).wait()
+
+    def _to(self, root: int) -> str:
+        return f"to {self.ranks[root]}"
+
+
+def describe(*tensors: Tensor) -> Pairs:
+    """The part of a fingerprint that tells what tensors a rank sends."""
+    if len(tensors) == 1:
+        return (("shape", list(tensors[0].shape)), ("dtype", _dtype(tensors[0])))
+    shapes = [list(tensor.shape) for tensor in tensors]
+    return (("shapes", shapes), ("dtypes", [_dtype(tensor) for tensor in tensors]))
+
+
+def reduce_op(opts: Any) -> str:
+    """The name of the reduce op that options, or a bare op, ask for: SUM where they say nothing."""
+    if opts is None:
+        return "SUM"
+    op = getattr(opts, "reduceOp", opts)
+    return str(getattr(op, "op", op)).rsplit(".", 1)[-1]
+
+
+def _root(opts: Any) -> int:
+    return int(opts if isinstance(opts, int) else getattr(opts, "rootRank", 0))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _as_list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _single(tensors: Any) -> Tensor:
+    return tensors if isinstance(tensors, Tensor) else tensors[0]
+
+
+def _first_list(lists: Any) -> list[Tensor]:
+    return list(lists[0]) if lists and not isinstance(lists[0], Tensor) else list(lists)
+
+
+def _entries_match(requests: list[Request]) -> str | None:
+    """Complaint if a rank's list entries do not have the shapes that the others send."""
+    for request in requests:
+        for place, output in enumerate(request.outputs):
+            sent = requests[place].sent
+            if output.shape != sent.shape:
+                return (
+                    f"rank {request.rank} expects {list(output.shape)} from rank {requests[place].rank}, "
+                    f"which sends {list(sent.shape)}"
+                )
+    return None
+
+
+def _splits_match(requests: list[Request]) -> str | None:
+    """Complaint if what one rank sends to another is not what that one expects."""
+    for sender in requests:
+        for receiver in requests:
+            sends, expects = sender.sent[1][receiver.place], receiver.sent[2][sender.place]
+            if sends != expects:
+                return (
+                    f"rank {sender.rank} sends {sends} rows to rank {receiver.rank}, which expects {expects} "
+                    f"(input splits {sender.sent[1]} against output splits {receiver.sent[2]})"
+                )
+    return None
+
+
+def _shapes_match(requests: list[Request]) -> str | None:
+    """Complaint if a list entry of all_to_all has not the shape that its receiver expects."""
+    for sender in requests:
+        for receiver in requests:
+            sends, expects = sender.sent[receiver.place].shape, receiver.outputs[sender.place].shape
+            if sends != expects:
+                return (
+                    f"rank {sender.rank} sends {list(sends)} to rank {receiver.rank}, which expects {list(expects)}"
+                )
+    return None

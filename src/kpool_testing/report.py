@@ -1,0 +1,104 @@
+"""What a failed run says: one line a rank, and the exception that stands for all."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from kpool_testing.baton import DONE, Seat, Unwind
+from kpool_testing.checks import CollectiveError, RankError, rank_error
+from kpool_testing.faults import DropOut
+from kpool_testing.trace import _PACKAGE, _SKIPPED
+
+if TYPE_CHECKING:
+    from kpool_testing.world import Simulation
+
+_E = TypeVar("_E", bound=CollectiveError)
+
+
+def rank_lines(simulation: Simulation) -> list[str]:
+    """Where every rank is now."""
+    return [f"  rank {seat.rank}: {_where(simulation, seat)}" for seat in simulation.baton.seats]
+
+
+def _where(simulation: Simulation, seat: Seat) -> str:
+    if isinstance(seat.error, DropOut):
+        return str(seat.error)
+    if seat.error is not None:
+        return f"raised {_headline(seat.error)} at {_raised_at(seat.error)}"
+    if seat.status == DONE:
+        return "returned; will never join another call"
+    if seat.wait is not None:
+        return seat.wait.describe()
+    frame = sys._current_frames().get(seat.thread.ident or 0) if seat.thread is not None else None
+    while frame is not None:
+        if _is_user_file(frame.f_code.co_filename):
+            return f"runs at {frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "has not started"
+
+
+def _headline(error: BaseException) -> str:
+    text = str(error).splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _raised_at(error: BaseException) -> str:
+    site = "?"
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _is_user_file(frame.filename):
+            site = f"{Path(frame.filename).as_posix()}:{frame.lineno}"
+    return site
+
+
+def failure_of(simulation: Simulation, kind: type[_E], headline: str) -> _E:
+    """An error with the headline and the lines of all ranks."""
+    lines = simulation.lines if simulation.lines is not None else rank_lines(simulation)
+    error = kind("\n".join([headline, *lines]))
+    error.trace = simulation.trace
+    return error
+
+
+def raise_outcome(simulation: Simulation) -> None:
+    """Raise what went wrong, if anything did: a rank's own exception before anything that follows from it."""
+    own = [seat for seat in simulation.failures if not isinstance(seat.error, DropOut)]
+    if own:
+        _raise_rank(simulation, own[0])
+    if simulation.failure is not None:
+        _annotate(simulation, simulation.failure)
+        raise simulation.failure
+    for seat in simulation.dropped():
+        raise failure_of(simulation, RankError, f"rank {seat.rank} {seat.error}")
+
+
+def _raise_rank(simulation: Simulation, seat: Seat) -> None:
+    error = seat.error
+    lines = simulation.lines if simulation.lines is not None else rank_lines(simulation)
+    if isinstance(error, CollectiveError):
+        error.trace = simulation.trace
+        if any(f"rank {other.rank}:" not in str(error) for other in simulation.baton.seats):
+            error.add_note("\n".join(["where every rank was:", *lines]))
+        _annotate(simulation, error)
+        raise error
+    if isinstance(error, Exception):
+        headline = f"rank {seat.rank} raised {type(error).__name__}: {error}"
+        whole = rank_error("\n".join([headline, *lines]), error)
+        whole.trace = simulation.trace
+        _annotate(simulation, whole)
+        raise whole from error
+    if error is not None and not isinstance(error, Unwind):
+        raise error
+
+
+def _annotate(simulation: Simulation, error: BaseException) -> None:
+    error.add_note(
+        f"simulated with size={simulation.size}, dialect={simulation.dialect!r}, seed={simulation.seed}"
+        f"{simulation.faults.note()}"
+    )
+
+
+def _is_user_file(filename: str) -> bool:
+    name = filename.replace("\\", "/")
+    return not name.startswith(_PACKAGE.replace("\\", "/")) and not any(part in name for part in _SKIPPED)
