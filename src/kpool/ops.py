@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kpool import replication, sharding, validation
-from kpool.dispatch import chunk_bytes, choose
+from kpool.dispatch import choose, chunk_bytes
 from kpool.pooling import PooledKeys, pool_on_grid
 from kpool.scoring import differentiable_scores, transform, visible_pools
 from kpool.selection import expand, top_pools
@@ -52,9 +52,10 @@ def fused_qk_topk_kpool(
 ) -> tuple[Tensor | None, Tensor]:
     """Select the tokens each query row may attend to.
 
-    The positional signature is that of the function of the same name in NVIDIA/Megatron-LM#7522. The selection of a row is
-    a pure function of that row and the keys: the same bits whatever the chunk size, shard plan, rank, row order or number
-    of threads.
+    The positional signature is that of the function of the same name in NVIDIA/Megatron-LM#7522. The selection of a row
+    is
+    a pure function of that row and the keys: the same bits whatever the chunk size, shard plan, rank, row order or
+    number of threads.
 
     Args:
         q: ``[S, B, H, D]`` bf16, fp16 or fp32.
@@ -68,19 +69,19 @@ def fused_qk_topk_kpool(
         mask: additive fp32 ``[S, T]`` or ``[B, S, T]``, 0 or -inf.
         varlen_starts, varlen_ends: int32 or int64 ``[S]``; row ``i`` sees the tokens ``[start, end)``.
         key_positions: int32 or int64 ``[T]``; bounds are compared with these positions.
-        cu_seqlens_kv: int32 or int64 ``[docs + 1]``; the pool grid restarts at each document. Alone: causal per document.
-            With no visibility argument at all nothing limits the pools: that is *not* causal.
+        cu_seqlens_kv: int32 or int64 ``[docs + 1]``; the pool grid restarts at each document. Alone: causal per
+            document. With no visibility argument at all nothing limits the pools: that is *not* causal.
         use_relu: ReLU on the dot products, else identity.
         always_select_tail: append ``P - 1`` slots for the tokens after the last complete pool.
         fp8_indexer: round q and pooled keys through E4M3 (implies the rotation).
         rotate_activation_enabled: Hadamard rotation of q and pooled keys; ``D`` a power of two.
         return_index_scores: also return the scores; needs no group.
-        query_shard_group: anything with ``size()`` and ``rank()``; each rank scores its share of the rows, one all-gather
-            brings the selections together. All ranks must pass identical inputs.
+        query_shard_group: anything with ``size()`` and ``rank()``; each rank scores its share of the rows, one
+            all-gather brings the selections together. All ranks must pass identical inputs.
         order: ``"score"`` or ``"position"``, the order of the pools in a row.
         shard_plan: ``"contiguous"`` or ``"block_cyclic"``.
-        score_chunk_bytes: bytes of the fp32 score buffer ``B * rows * N * 4``, rounded up to one tile of rows; None means
-            ``KPOOL_SCORE_CHUNK_BYTES``, else a default.
+        score_chunk_bytes: bytes of the fp32 score buffer ``B * rows * N * 4``, rounded up to one tile of rows; None
+            means ``KPOOL_SCORE_CHUNK_BYTES``, else a default.
         numerics: ``"megatron"`` or ``"hf"``.
         width_multiple: round the width of the result up with -1.
         impl: ``"auto"``, ``"reference"``, ``"torch"`` or ``"triton"``.
@@ -114,8 +115,9 @@ def fused_qk_topk_kpool(
     windows = visibility.windows(rows=rows, tokens=tokens, batch=batch, pool_size=pool_size, device=q.device)
     shard = _Shard.enter(query_shard_group, shard_plan, rows)
     if check_replicated and shard.size > 1:
-        inputs = dict(q=q, k=k, weights=weights, gate_score=gate_score, ape=ape, mask=mask, varlen_starts=varlen_starts)
-        inputs |= dict(varlen_ends=varlen_ends, key_positions=key_positions, cu_seqlens_kv=cu_seqlens_kv)
+        inputs = {"q": q, "k": k, "weights": weights, "gate_score": gate_score, "ape": ape, "mask": mask}
+        inputs |= {"varlen_starts": varlen_starts, "varlen_ends": varlen_ends}
+        inputs |= {"key_positions": key_positions, "cu_seqlens_kv": cu_seqlens_kv}
         replication.check_replicated(inputs, shard.group_or_fail(), shard.rank, shard.size)
 
     grid = visibility.grid(tokens=tokens, batch=batch, pool_size=pool_size, device=q.device)
@@ -177,9 +179,10 @@ def select_pools(
         pooled: what ``pool_keys`` returned: keys ``[N, B, D]``, *not* transformed.
         visibility: what the rows may see; nothing is assumed.
         budget: ``M``, pools to select.
-        tokens: ``T``, the number of key slots; None means ``N * P``. Needed where the visibility itself lists ``T`` entries
-            (mask, left padding, key positions) or rows (packed without positions).
-        use_relu, fp8_indexer, rotate_activation_enabled, query_shard_group, order, shard_plan, score_chunk_bytes, numerics,
+        tokens: ``T``, the number of key slots; None means ``N * P``. Needed where the visibility itself lists ``T``
+            entries (mask, left padding, key positions) or rows (packed without positions).
+        use_relu, fp8_indexer, rotate_activation_enabled, query_shard_group, order, shard_plan, score_chunk_bytes,
+        numerics,
             impl: as for ``fused_qk_topk_kpool``.
 
     Returns:

@@ -29,7 +29,8 @@ class PooledKeys:
     """Pooled keys and the key slots they stand for.
 
     Attributes:
-        keys: ``[N, B, D]``, bf16 (``numerics="megatron"``) or the dtype of the keys (``"hf"``). Zero where there is no pool.
+        keys: ``[N, B, D]``, bf16 (``numerics="megatron"``) or the dtype of the keys (``"hf"``). Zero where there is no
+            pool.
         starts: int32 ``[N]``, first key slot of each pool; ``[B, N]`` for a left-padded batch. -1 means *no such pool*.
         pool_size: ``P``.
     """
@@ -79,7 +80,7 @@ def pool_on_grid(
     k: Tensor, gate_score: Tensor | None, ape: Tensor | None, grid: PoolGrid, *, plain: bool, numerics: str
 ) -> Tensor:
     """Pooled keys ``[N, B, D]`` of ``k [T, B, D]`` on ``grid``; ``plain`` grids need no gather."""
-    tokens, batch, dim = k.shape
+    _, batch, dim = k.shape
     starts = None if plain else grid.starts()
     size = grid.pool_size
     piece = max(1, _PIECE_ELEMENTS // max(1, size * batch * dim))

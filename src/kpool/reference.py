@@ -1,12 +1,12 @@
 """The specification that runs: naive, readable, in float64 unless asked otherwise.
 
-Everything is recomputed from its definition, one document, one row, one token at a time where that is clearer; nothing is
-shared with the fast paths. ``fused_qk_topk_kpool`` is the whole call; the smaller functions are its sentences. The last
-part says how far a correct fp32 implementation may be from this one: ``Ranking`` holds scores with their error bounds, and
-``Ranking.decided`` marks the rows whose selection no rounding can change.
+Everything is recomputed from its definition, one document, one row, one token at a time where that is clearer; nothing
+is shared with the fast paths. ``fused_qk_topk_kpool`` is the whole call; the smaller functions are its sentences. The
+last part says how far a correct fp32 implementation may be from this one: ``Ranking`` holds scores with their error
+bounds, and ``Ranking.decided`` marks the rows whose selection no rounding can change.
 
-Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``H`` heads, ``D`` dimensions, ``P`` pool size, ``N`` pools, ``K`` tokens, ``M`` pool
-budget, ``r`` the rows asked for.
+Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``H`` heads, ``D`` dimensions, ``P`` pool size, ``N`` pools, ``K`` tokens,
+``M`` pool budget, ``r`` the rows asked for.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from torch import Tensor
 from kpool.sharding import RowBlocks
 
 UNIT_ROUNDOFF = 2.0**-24  # of fp32, round to nearest
-# The error of a sum of n rounded terms is modelled as a random walk (Higham and Mary 2019, "A new approach to probabilistic
-# rounding error analysis"): u * sqrt(n) * ||terms||. Twice that is about five standard deviations of what is observed.
+# The error of a sum of n rounded terms is modelled as a random walk (Higham and Mary 2019, "A new approach to
+# probabilistic rounding error analysis"): u * sqrt(n) * ||terms||. Twice that is about five standard deviations of what
+# is observed.
 CONFIDENCE = 2.0
 
 
-# -- visibility ---------------------------------------------------------------------------------------------------------
+# -- visibility
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def row_windows(
     key_positions: Sequence[int] | None = None,
     cu_seqlens: Sequence[int] | None = None,
 ) -> list[Window]:
-    """The window of each row. ``mask`` is the ``[S, T]`` mask of one batch entry. Nothing given: the prefix ``i + 1``."""
+    """The window of each row. ``mask``: ``[S, T]``, that of one batch entry. Nothing given: the prefix ``i + 1``."""
     documents = [(0, tokens)] if cu_seqlens is None else list(zip(cu_seqlens, cu_seqlens[1:], strict=False))
     stored = range(tokens) if cu_seqlens is None else range(cu_seqlens[-1])
 
@@ -96,7 +98,8 @@ def row_windows(
     return [window(range(min(i + 1, tokens))) for i in range(rows)]
 
 
-# -- pooling ------------------------------------------------------------------------------------------------------------
+# -- pooling
+# ------------------------------------------------------------------------------------------------------------
 
 
 def pool_keys(
@@ -145,7 +148,8 @@ def _pool_in_key_dtype(keys: Tensor, probability: Tensor, slack: Tensor, dtype: 
     return value, torch.maximum((above - value).abs(), (value - below).abs())
 
 
-# -- input transforms ---------------------------------------------------------------------------------------------------
+# -- input transforms
+# ---------------------------------------------------------------------------------------------------
 
 
 def transform(x: Tensor, name: str) -> Tensor:
@@ -171,7 +175,8 @@ def _walsh(x: Tensor) -> Tensor:
     return torch.cat([_walsh(left + right), _walsh(left - right)], dim=-1)
 
 
-# -- scores and their error ---------------------------------------------------------------------------------------------
+# -- scores and their error
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -192,8 +197,12 @@ class Ranking:
         """Visible pools of each row, best first: score descending, then id; NaN last."""
         order = []
         for score, visible in zip(self.score.tolist(), self.visible.tolist(), strict=True):
-            ids = [n for n, seen in enumerate(visible) if seen]
-            order.append(sorted(ids, key=lambda n, s=score: (math.isnan(s[n]), 0.0 if math.isnan(s[n]) else -s[n], n)))  # type: ignore[misc]
+
+            def place(pool: int, score: list[float] = score) -> tuple[bool, float, int]:
+                missing = math.isnan(score[pool])
+                return missing, 0.0 if missing else -score[pool], pool
+
+            order.append(sorted((pool for pool, seen in enumerate(visible) if seen), key=place))
         return order
 
     def best(self, budget: int) -> Tensor:
@@ -205,7 +214,8 @@ class Ranking:
         return out
 
     def margin(self, budget: int) -> Tensor:
-        """Gap at the budget edge less the errors beside it, float64 ``[r]``; +inf for rows that see at most ``M`` pools.
+        """Gap at the budget edge less the errors beside it, float64 ``[r]``; +inf for rows that see at most ``M``
+        pools.
 
         Positive: the worst chosen pool beats the best rejected one whatever the rounding. Exact ties of scores with no
         error (ReLU zeros) are decided by the tie rule, and count as +inf too.
@@ -278,7 +288,8 @@ def score_rows(
     return score, variance.sqrt() + linear
 
 
-# -- the whole call -----------------------------------------------------------------------------------------------------
+# -- the whole call
+# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -430,7 +441,10 @@ def fused_qk_topk_kpool(
     width_multiple: int = 1,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor | None, Tensor]:
-    """The call of the same name in ``kpool``, by definition. Scores come in ``dtype``; no sharding, no chunking, no haste."""
+    """The call of the same name in ``kpool``, by definition: no sharding, no chunking, no haste.
+
+    Scores come in ``dtype``.
+    """
     call = prepare(
         q,
         k,
@@ -464,7 +478,8 @@ def fused_qk_topk_kpool(
     return (scores if return_index_scores else None), tokens
 
 
-# -- the same two functions as the fast implementations -----------------------------------------------------------------
+# -- the same two functions as the fast implementations
+# -----------------------------------------------------------------
 
 
 def scores(
@@ -513,11 +528,11 @@ def select(
     """int32 ``[B, rows.count, M]``; arguments as for ``kpool.tiled.select``. ``chunk_bytes`` does not matter here."""
     del chunk_bytes
     ids = torch.full((q.shape[1], rows.count, budget), -1, dtype=torch.int32)
-    formula = {"use_relu": use_relu, "dot_scale": dot_scale}
     for local, first, last in rows.spans(q.shape[0]):
         for entry in range(q.shape[1]):
             mine = _transform_rows(q[first:last, entry].cpu(), transform)
-            score, error = score_rows(mine, keys[:, entry].cpu(), weights[first:last, entry].cpu(), **formula)  # type: ignore[arg-type]
+            weight = weights[first:last, entry].cpu()
+            score, error = score_rows(mine, keys[:, entry].cpu(), weight, use_relu=use_relu, dot_scale=dot_scale)
             view = min(entry, pool_lo.shape[0] - 1)
             window = None if mask is None else mask[view, first:last]
             seen = _seen(pool_lo[view, first:last], pool_hi[view, first:last], window, pool_size, keys.shape[0])

@@ -1,7 +1,7 @@
 """The opt-in check of sharding's one assumption: every rank of the group holds identical inputs.
 
-One small all-gather compares a checksum per tensor. Only if some differ does a second one compare a checksum per row, so
-that the error can name the ranks that differ from the majority, the tensor and the first row that differs.
+One small all-gather compares a checksum per tensor. Only if some differ does a second one compare a checksum per row,
+so that the error can name the ranks that differ from the majority, the tensor and the first row that differs.
 Every rank decides from the same gathered numbers, so all raise or none does. It reads values back to the host.
 
 Shapes: ``G`` ranks; tensors are compared by their bytes, row = index along dimension 0.
@@ -57,8 +57,8 @@ def _message(name: str, values: Sequence[int], rank: int, what: str) -> str:
     return (
         f"check_replicated: expected identical {name} on every rank of query_shard_group, but rank"
         f"{'s' if len(odd) > 1 else ''} {odd} {'disagree' if tied else 'differ from the majority'}; {what} "
-        f"(reported by rank {rank}). Shard query rows only where all ranks hold the same inputs: pass no group when query rows "
-        "are local to the rank"
+        f"(reported by rank {rank}). Shard query rows only where all ranks hold the same inputs: pass no group when "
+        "query rows are local to the rank"
     )
 
 

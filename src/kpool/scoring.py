@@ -62,8 +62,9 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
         x: ``[..., D]``, any float dtype.
 
     Returns:
-        quantised ``float8_e4m3fn [..., D]`` and fp32 ``scale [..., 1]``; ``x`` is about ``quantised * scale``. The scale is
-        ``2 ** ceil(log2(max(amax, 1e-4) / 448))``. Example: ``amax = 449`` gives scale 2 and a largest value of 224 * 2 = 448.
+        quantised ``float8_e4m3fn [..., D]`` and fp32 ``scale [..., 1]``; ``x`` is about ``quantised * scale``. The
+        scale is ``2 ** ceil(log2(max(amax, 1e-4) / 448))``. Example: ``amax = 449`` gives scale 2 and a largest value
+        of 224 * 2 = 448.
     """
     x = x.float()
     ratio = x.abs().amax(-1, keepdim=True).clamp_min(FP8_AMAX_FLOOR) / FP8_MAX
@@ -117,7 +118,7 @@ def differentiable_scores(
 
 
 class _Scores(torch.autograd.Function):
-    """Forward: the implementation's scores. Backward: the derivative of the formula above, a piece of rows at a time."""
+    """Forward: the implementation's scores. Backward: the formula's derivative, a piece of rows at a time."""
 
     @staticmethod
     def forward(

@@ -5,11 +5,11 @@ NaN ranks below every number but above what the row cannot see. That is one tota
 (row, pool): the score as an order-preserving int32 in the upper half, the negated pool id in the lower. The keys of a
 row are distinct, so *any* correct top-k returns the same set, whatever its own idea of ties.
 
-Worked example, ``P = 2``, ``K = 4``, row window ``[0, 7)``, scores ``[1.0, 5.0, 5.0]``: pools 1 and 2 tie and win, order
-``[1, 2]``; tokens ``[2, 3, 4, 5]``; tail ``[6]``; the row is ``[2, 3, 4, 5, 6]``.
+Worked example, ``P = 2``, ``K = 4``, row window ``[0, 7)``, scores ``[1.0, 5.0, 5.0]``: pools 1 and 2 tie and win,
+order ``[1, 2]``; tokens ``[2, 3, 4, 5]``; tail ``[6]``; the row is ``[2, 3, 4, 5, 6]``.
 
-Shapes: ``S`` rows, ``B`` batch, ``N`` pools, ``M`` pool budget, ``K = M * P`` selected tokens, ``P`` pool size, ``T`` keys,
-``Bv`` either 1 or ``B``.
+Shapes: ``S`` rows, ``B`` batch, ``N`` pools, ``M`` pool budget, ``K = M * P`` selected tokens, ``P`` pool size, ``T``
+keys, ``Bv`` either 1 or ``B``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Who scores which query rows, and the one all-gather that brings the selections together.
 
-A plan is pure arithmetic of ``(rows, size)``: rank ``r`` computes ``R`` local rows, padded so that every rank sends the same
-shape. ``contiguous`` gives rank ``r`` the rows ``[r * R, (r + 1) * R)``; ``block_cyclic`` deals blocks of rows round-robin,
-which balances causal work, where later rows see more.
+A plan is pure arithmetic of ``(rows, size)``: rank ``r`` computes ``R`` local rows, padded so that every rank sends the
+same shape. ``contiguous`` gives rank ``r`` the rows ``[r * R, (r + 1) * R)``; ``block_cyclic`` deals blocks of rows
+round-robin, which balances causal work, where later rows see more.
 
     rank r sends      ids      [B, R, M]   int32, padding rows -1
     everyone receives gathered [G * B, R, M]
@@ -52,7 +52,7 @@ class RowBlocks:
         return RowBlocks(0, max(rows, 1), max(rows, 1), rows)
 
     def spans(self, rows: int) -> list[tuple[int, int, int]]:
-        """``(local, first, last)`` for each run of consecutive real rows: global rows ``[first, last)`` start at ``local``."""
+        """``(local, first, last)`` per run of real rows: global rows ``[first, last)`` are local rows from ``local``."""
         spans = []
         for local in range(0, self.count, self.block):
             first = local // self.block * self.stride + self.offset
@@ -162,7 +162,8 @@ def check_group(group: object) -> tuple[int, int]:
     rank_of, size_of = getattr(group, "rank", None), getattr(group, "size", None)
     if not callable(rank_of) or not callable(size_of):
         raise ValueError(
-            f"query_shard_group: expected an object with rank() and size(), such as a ProcessGroup, got {type(group).__name__}"
+            f"query_shard_group: expected an object with rank() and size(), such as a "
+            f"ProcessGroup, got {type(group).__name__}"
         )
     rank, size = int(rank_of()), int(size_of())
     if size < 1 or not 0 <= rank < size:

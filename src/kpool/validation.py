@@ -3,7 +3,8 @@
 Shapes, dtypes and combinations are always checked; values only on the CPU, where reading them costs nothing
 (``visibility`` does that). Wrong dtypes raise TypeError, everything else ValueError.
 
-Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``H`` heads, ``D`` dimensions, ``P`` pool size, ``K`` tokens, ``M`` pool budget.
+Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``H`` heads, ``D`` dimensions, ``P`` pool size, ``K`` tokens, ``M`` pool
+budget.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def check_budget(index_topk: int, pool_size: int) -> int:
     """``M = K // P``; ValueError unless ``K`` is a positive multiple of ``P``."""
     if not isinstance(index_topk, int) or isinstance(index_topk, bool) or index_topk < 1 or index_topk % pool_size:
         raise ValueError(
-            f"index_topk: expected a positive multiple of pool_size = {pool_size}, got {index_topk!r}; whole pools are selected"
+            f"index_topk: expected a positive multiple of pool_size = {pool_size}, got {index_topk!r}; "
+            "whole pools are selected"
         )
     return index_topk // pool_size
 
@@ -122,7 +124,8 @@ def check_visibility_arguments(
         )
     if key_positions is not None and varlen_starts is None:
         raise ValueError(
-            "key_positions: expected varlen_starts and varlen_ends beside it, got neither; positions only say where bounds apply"
+            "key_positions: expected varlen_starts and varlen_ends beside it, got neither; "
+            "positions only say where bounds apply"
         )
 
 

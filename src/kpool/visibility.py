@@ -9,10 +9,11 @@ A row sees the key slots of its window ``[start, end)``. From the window and the
 An explicit mask can also punch holes: a pool with a masked token is not selectable, a masked head or tail token is
 not returned.
 
-Worked example, ``P = 4``, plain grid, window ``[1, 10)``: head ``[1, 4)``, one pool ``[4, 8)`` (id 1), tail ``[8, 10)``.
+Worked example, ``P = 4``, plain grid, window ``[1, 10)``: head ``[1, 4)``, one pool ``[4, 8)`` (id 1), tail ``[8,
+10)``.
 
-Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``P`` pool size, ``N`` pools, ``Bv`` either 1 (shared by the batch) or ``B``.
-Values are checked on the CPU only: on a GPU reading them would stall the stream.
+Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``P`` pool size, ``N`` pools, ``Bv`` either 1 (shared by the batch) or
+``B``. Values are checked on the CPU only: on a GPU reading them would stall the stream.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class RowWindows:
         tail_start: the tail is ``[tail_start, end)``, fewer than ``P`` tokens.
         head_end: the head is ``[start, head_end)``, fewer than ``P`` tokens.
         mask: fp32 ``[Bv, S, T]`` or None; only finiteness counts, and only inside the window.
-        tail_in_pools: the tail may lie in a visible pool (no limit was given), so it must be compared with the selection.
+        tail_in_pools: the tail may lie in a visible pool (no limit was given), so it must be compared with the
+            selection.
     """
 
     start: Tensor
@@ -118,7 +120,8 @@ class Visibility:
         Args:
             cu_seqlens: int32 or int64 ``[docs + 1]``, ascending from 0. Empty documents are legal.
             positions: int32 or int64 ``[S]``, the packed position of each row (context-parallel zigzag, strided rows);
-                None means row ``i`` is at position ``i``, which needs ``S == T``. Rows outside every document see nothing.
+                None means row ``i`` is at position ``i``, which needs ``S == T``. Rows outside every document see
+                nothing.
 
         Raises:
             TypeError, ValueError: dtype, shape, or (on CPU) values of ``cu_seqlens``.
@@ -136,10 +139,10 @@ class Visibility:
 
         Args:
             starts, ends: int32 or int64 ``[S]``; clipped to the keys that exist.
-            key_positions: int32 or int64 ``[T]``, position of each key slot, ascending within a document; bounds are then
-                compared with positions. None means slot ``t`` is at position ``t``.
-            cu_seqlens: int32 or int64 ``[docs + 1]``; the pool grid restarts at each document. Each window must lie inside
-                one document. Slots past ``cu_seqlens[-1]`` are padding and never seen.
+            key_positions: int32 or int64 ``[T]``, position of each key slot, ascending within a document; bounds are
+                then compared with positions. None means slot ``t`` is at position ``t``.
+            cu_seqlens: int32 or int64 ``[docs + 1]``; the pool grid restarts at each document. Each window must lie
+                inside one document. Slots past ``cu_seqlens[-1]`` are padding and never seen.
 
         Raises:
             TypeError, ValueError: dtype, shape, or (on CPU) values: ``starts <= ends``, positions ascending.
@@ -171,8 +174,8 @@ class Visibility:
         """
         if mask.dtype is not torch.float32:
             raise TypeError(
-                f"mask: expected an additive float32 mask (0 visible, -inf hidden), got {mask.dtype}; convert a boolean "
-                "mask with torch.zeros(shape).masked_fill(~visible, -inf)"
+                f"mask: expected an additive float32 mask (0 visible, -inf hidden), got {mask.dtype}; convert a "
+                "boolean mask with torch.zeros(shape).masked_fill(~visible, -inf)"
             )
         if mask.dim() not in (2, 3):
             raise ValueError(f"mask: expected [S, T] or [B, S, T], got shape {tuple(mask.shape)}")
