@@ -139,9 +139,7 @@ class TestTheSwitch:
     def test_precedence(self, explicit: bool | None, flag: bool | None, env: str | None) -> None:
         """explicit > flag > environment > off, over all 27 combinations and both ways of asking."""
         environ = {} if env is None else {SHARD_QUERIES_ENV: env}
-        expected = next(
-            (v for v in (explicit, flag, None if env is None else env == "1") if v is not None), False
-        )
+        expected = next((v for v in (explicit, flag, None if env is None else env == "1") if v is not None), False)
         assert resolve_shard_queries(explicit, flag, environ=environ) is expected
         argv = [] if flag is None else ["--dsa-indexer-kpool-shard-queries-across-tp"]
         if flag is False:
@@ -174,9 +172,7 @@ class TestTheSwitch:
     def test_unknown_environment_value(self, text: str) -> None:
         with pytest.raises(ValueError, match=f"{SHARD_QUERIES_ENV}: expected 1 or 0"):
             KPoolConfig.from_env(environ={SHARD_QUERIES_ENV: text})
-        assert KPoolConfig.from_env(
-            environ={SHARD_QUERIES_ENV: text}, **{SWITCH: True}
-        ).shard_queries_across_tp
+        assert KPoolConfig.from_env(environ={SHARD_QUERIES_ENV: text}, **{SWITCH: True}).shard_queries_across_tp
 
     @pytest.mark.parametrize("text, value", [("", False), ("ON", True), (" true ", True), ("No", False)])
     def test_known_environment_values(self, text: str, value: bool) -> None:
@@ -208,10 +204,7 @@ class TestFlags:
 
     def test_a_base_that_said_no_beats_the_environment(self) -> None:
         base = KPoolConfig(dsa_indexer_kpool_shard_queries_across_tp=False)
-        assert (
-            KPoolConfig.from_args(parse(), base, environ={SHARD_QUERIES_ENV: "1"}).shard_queries_across_tp
-            is False
-        )
+        assert KPoolConfig.from_args(parse(), base, environ={SHARD_QUERIES_ENV: "1"}).shard_queries_across_tp is False
 
     @pytest.mark.parametrize(
         "argv",

@@ -95,9 +95,7 @@ class KPoolConfig:
             _check_size(name, getattr(self, name))
         _check_bool("index_kpool_always_select_tail", self.index_kpool_always_select_tail)
         if self.dsa_indexer_kpool_shard_queries_across_tp is not None:
-            _check_bool(
-                "dsa_indexer_kpool_shard_queries_across_tp", self.dsa_indexer_kpool_shard_queries_across_tp
-            )
+            _check_bool("dsa_indexer_kpool_shard_queries_across_tp", self.dsa_indexer_kpool_shard_queries_across_tp)
         _check_interval(self.check_replicated)
         object.__setattr__(self, "check_replicated", int(self.check_replicated))
         if self.index_topk % self.index_kpool:
@@ -109,9 +107,7 @@ class KPoolConfig:
     def _unify(self, alias: str, name: str, default: int | bool) -> None:
         said, also = getattr(self, name), getattr(self, alias)
         if said is not None and also is not None and said != also:
-            raise ValueError(
-                f"{alias} is another name of {name}: expected one value, got {also!r} and {said!r}"
-            )
+            raise ValueError(f"{alias} is another name of {name}: expected one value, got {also!r} and {said!r}")
         value = said if said is not None else also if also is not None else default
         object.__setattr__(self, name, value)
         object.__setattr__(self, alias, value)
@@ -158,9 +154,7 @@ class KPoolConfig:
         source = _text_config(config)
         found = {name: source[name] for name in _SHARED_NAMES if source.get(name) is not None}
         model_type = source.get("model_type")
-        if not any(name.startswith("index_") for name in found) and not str(model_type).startswith(
-            "glm5_next"
-        ):
+        if not any(name.startswith("index_") for name in found) and not str(model_type).startswith("glm5_next"):
             raise ValueError(
                 "config: expected the fields of a k-pool indexer (index_topk, index_kpool, ...), at the top "
                 f"or in text_config, got none in a configuration of model_type={model_type!r}"
@@ -191,9 +185,7 @@ class KPoolConfig:
         """
         config = (base if base is not None else cls()).replace(**explicit)
         said = config.dsa_indexer_kpool_shard_queries_across_tp
-        return replace(
-            config, dsa_indexer_kpool_shard_queries_across_tp=resolve_shard_queries(said, environ=environ)
-        )
+        return replace(config, dsa_indexer_kpool_shard_queries_across_tp=resolve_shard_queries(said, environ=environ))
 
     @classmethod
     def from_args(
@@ -214,10 +206,7 @@ class KPoolConfig:
         """
         named = {f.name for f in fields(cls)}
         given = {name: value for name, value in vars(args).items() if name in named and value is not None}
-        if (
-            "dsa_indexer_kpool_check_replicated" in vars(args)
-            and args.dsa_indexer_kpool_check_replicated is not None
-        ):
+        if "dsa_indexer_kpool_check_replicated" in vars(args) and args.dsa_indexer_kpool_check_replicated is not None:
             given["check_replicated"] = args.dsa_indexer_kpool_check_replicated
         chosen = {**_with_both_names(given), **_with_both_names(explicit)}
         return cls.from_env((base if base is not None else cls()).replace(**chosen), environ=environ)
@@ -295,9 +284,7 @@ def _with_both_names(changes: Mapping[str, Any], *, drop_alias: bool = False) ->
 
 def _text_config(config: object) -> dict[str, Any]:
     """The fields of `config`, or of the `text_config` nested in it, as a dict."""
-    nested = (
-        config.get("text_config") if isinstance(config, Mapping) else getattr(config, "text_config", None)
-    )
+    nested = config.get("text_config") if isinstance(config, Mapping) else getattr(config, "text_config", None)
     if nested is not None:
         return _text_config(nested)
     if isinstance(config, Mapping):
