@@ -88,9 +88,9 @@ def pool_on_grid(
     pooled = [k.new_zeros(0, batch, dim, dtype=dtype)]
     for first in range(0, grid.num_pools, piece):
         last = min(first + piece, grid.num_pools)
-        if starts is None:
-            slots, real = slice(first * size, last * size), None
-        else:
+        slots: slice | Tensor = slice(first * size, last * size)
+        real = None
+        if starts is not None:
             slots, real = _slots(starts[..., first:last], size)
         keys = _take(k, slots, size)
         gate = None if gate_score is None else _take(gate_score, slots, size)
@@ -130,6 +130,7 @@ def _slots(starts: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _take(tensor: Tensor, slots: slice | Tensor, size: int) -> Tensor:
     """Tokens of ``tensor [T, B, D]`` as ``[n, P, B, D]``."""
     if isinstance(slots, slice) or slots.dim() == 1:
-        return tensor[slots].unflatten(0, (-1, size))
-    index = slots.t()[..., None].expand(-1, -1, tensor.shape[2])
-    return tensor.gather(0, index).unflatten(0, (-1, size))
+        taken = tensor[slots]
+    else:
+        taken = tensor.gather(0, slots.t()[..., None].expand(-1, -1, tensor.shape[2]))
+    return taken.view(-1, size, *tensor.shape[1:])

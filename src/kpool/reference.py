@@ -11,6 +11,7 @@ Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``H`` heads, ``D`` dimensions, ``P`
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Window:
 
 def pool_starts(tokens: int, pool_size: int, cu_seqlens: Sequence[int] | None = None) -> list[int]:
     """First token of each of the ``N = T // P`` pools; -1 for slots past the last pool."""
-    documents = [(0, tokens)] if cu_seqlens is None else list(zip(cu_seqlens, cu_seqlens[1:], strict=False))
+    documents = [(0, tokens)] if cu_seqlens is None else list(itertools.pairwise(cu_seqlens))
     starts = [s for begin, end in documents for s in range(begin, end - pool_size + 1, pool_size)]
     return starts + [-1] * (tokens // pool_size - len(starts))
 
@@ -75,7 +76,7 @@ def row_windows(
     cu_seqlens: Sequence[int] | None = None,
 ) -> list[Window]:
     """The window of each row. ``mask``: ``[S, T]``, that of one batch entry. Nothing given: the prefix ``i + 1``."""
-    documents = [(0, tokens)] if cu_seqlens is None else list(zip(cu_seqlens, cu_seqlens[1:], strict=False))
+    documents = [(0, tokens)] if cu_seqlens is None else list(itertools.pairwise(cu_seqlens))
     stored = range(tokens) if cu_seqlens is None else range(cu_seqlens[-1])
 
     def window(seen: Sequence[int], hidden: frozenset[int] = frozenset()) -> Window:
@@ -116,7 +117,7 @@ def pool_keys(
     """
     tokens, batch, dim = k.shape
     index = torch.tensor(starts, dtype=torch.int64).view(-1, 1).clamp_min(0) + torch.arange(pool_size)
-    keys = k.cpu()[index.flatten()].unflatten(0, index.shape).double() if tokens else k.new_zeros(0).double()
+    keys = k.cpu()[index.flatten()].view(*index.shape, batch, dim).double() if tokens else k.new_zeros(0).double()
     if not len(starts) or not tokens:
         empty = torch.zeros(len(starts), batch, dim, dtype=torch.float64)
         return empty, empty
@@ -157,14 +158,15 @@ def transform(x: Tensor, name: str) -> Tensor:
     if name == "none":
         return x
     dim = x.shape[-1]
-    rotated = (_walsh(x.float()) * dim**-0.5).to(torch.bfloat16)
+    rotated: Tensor = (_walsh(x.float()) * dim**-0.5).to(torch.bfloat16)
     if name == "hadamard":
         return rotated
     vectors = rotated.double()
     amax = vectors.abs().amax(-1, keepdim=True).clamp_min(1e-4)
     # the smallest power of two that brings amax within 448; the quotient is an fp32 number, as the definition has it
     scale = torch.exp2(torch.ceil(torch.log2((amax.float() / 448.0).double())))
-    return (vectors / scale).float().to(torch.float8_e4m3fn).double() * scale
+    rounded: Tensor = (vectors / scale).float().to(torch.float8_e4m3fn).double() * scale
+    return rounded
 
 
 def _walsh(x: Tensor) -> Tensor:
@@ -382,7 +384,7 @@ def prepare(
         step = 2.0**-7 if name == "hadamard" else 2.0**-3
         turned = transform(pooled, name).double().abs().amax(-1, keepdim=True).expand_as(error)
         error = torch.where(error.any(-1, keepdim=True), step * turned, 0.0)
-    windows = []
+    windows: list[list[Window]] = []
     for entry in range(batch):
         view = None if mask is None else (mask if mask.dim() == 2 else mask[min(entry, mask.shape[0] - 1)]).cpu()
         same = windows and (mask is None or mask.dim() == 2)

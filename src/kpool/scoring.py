@@ -30,7 +30,10 @@ def transform(x: Tensor, name: str) -> Tensor:
     if name == "none":
         return x
     rotated = rotate(x)
-    return rotated if name == "hadamard" else _Fp8RoundTrip.apply(rotated)
+    if name == "hadamard":
+        return rotated
+    rounded: Tensor = _Fp8RoundTrip.apply(rotated)  # type: ignore[no-untyped-call]
+    return rounded
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -48,11 +51,12 @@ def rotate(x: Tensor) -> Tensor:
     y = x.float()
     half = dim // 2
     while half >= 1:
-        pairs = y.unflatten(-1, (dim // (2 * half), 2, half))
+        pairs = y.reshape(*x.shape[:-1], dim // (2 * half), 2, half)
         left, right = pairs.unbind(-2)
         y = torch.stack([left + right, left - right], dim=-2).flatten(-3)
         half //= 2
-    return (y * dim**-0.5).to(torch.bfloat16)
+    rotated: Tensor = (y * dim**-0.5).to(torch.bfloat16)
+    return rotated
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +117,9 @@ def differentiable_scores(
         transform_name: transform of q, see the module.
     """
     q = transform(q, transform_name)
-    result: Tensor = _Scores.apply(scores, q, keys, weights, pool_lo, pool_hi, mask, pool_size, use_relu, dot_scale)
+    result: Tensor = _Scores.apply(  # type: ignore[no-untyped-call]
+        scores, q, keys, weights, pool_lo, pool_hi, mask, pool_size, use_relu, dot_scale
+    )
     return result
 
 
@@ -146,7 +152,7 @@ class _Scores(torch.autograd.Function):
             dot_scale=dot_scale,
             transform="none",
         )
-        ctx.save_for_backward(q, keys, weights, pool_lo, pool_hi, mask)
+        ctx.save_for_backward(q, keys, weights, pool_lo, pool_hi, mask)  # type: ignore[arg-type]
         ctx.formula = (pool_size, use_relu, dot_scale)  # type: ignore[attr-defined]
         return out
 
@@ -190,4 +196,4 @@ def visible_pools(pool_lo: Tensor, pool_hi: Tensor, mask: Tensor | None, pool_si
 
 def unmasked_pools(mask: Tensor, pool_size: int, pools: int) -> Tensor:
     """Pools of the plain grid whose ``P`` tokens are all finite in ``mask [..., T]``; bool ``[..., N]``."""
-    return torch.isfinite(mask[..., : pools * pool_size]).unflatten(-1, (pools, pool_size)).all(-1)
+    return torch.isfinite(mask[..., : pools * pool_size]).view(*mask.shape[:-1], pools, pool_size).all(-1)

@@ -127,7 +127,7 @@ def _write_pools(out: Tensor, ids: Tensor, starts: Tensor, pool_size: int) -> No
     index = ids.clamp_min(0).to(torch.int64)
     base = starts[0][index] if starts.shape[0] == 1 else starts.gather(1, index.flatten(1)).view_as(index)
     tokens = base[..., None] + torch.arange(pool_size, device=ids.device, dtype=torch.int32)
-    out.unflatten(-1, (ids.shape[-1], pool_size)).copy_(tokens.masked_fill_(unused[..., None], -1))
+    out.view(*ids.shape, pool_size).copy_(tokens.masked_fill_(unused[..., None], -1))
 
 
 def _write_head(out: Tensor, ids: Tensor, window: RowWindows, edge: Tensor) -> None:

@@ -52,7 +52,7 @@ class RowBlocks:
         return RowBlocks(0, max(rows, 1), max(rows, 1), rows)
 
     def spans(self, rows: int) -> list[tuple[int, int, int]]:
-        """``(local, first, last)`` per run of real rows: global rows ``[first, last)`` are local rows from ``local``."""
+        """``(local, first, last)`` per run of real rows; global rows ``[first, last)`` are local from ``local``."""
         spans = []
         for local in range(0, self.count, self.block):
             first = local // self.block * self.stride + self.offset

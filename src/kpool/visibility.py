@@ -73,8 +73,10 @@ class RowWindows:
         head_end = torch.maximum(start, torch.minimum(boundary, tail_start))
         pool_lo, tail_start = pool_lo.masked_fill(empty, 0), tail_start.masked_fill(empty, 0)
         pool_hi, head_end = pool_hi.masked_fill(empty, 0), head_end.masked_fill(empty, 0)
-        parts = (start, end, pool_lo, pool_hi, tail_start, head_end)
-        return RowWindows(*(part.to(torch.int32) for part in parts), mask=mask)
+        start, end, pool_lo, pool_hi, tail_start, head_end = (
+            part.to(torch.int32) for part in (start, end, pool_lo, pool_hi, tail_start, head_end)
+        )
+        return RowWindows(start, end, pool_lo, pool_hi, tail_start, head_end, mask)
 
 
 @dataclass(frozen=True)
