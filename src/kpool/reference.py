@@ -23,9 +23,9 @@ from kpool.sharding import RowBlocks
 
 UNIT_ROUNDOFF = 2.0**-24  # of fp32, round to nearest
 # The error of a sum of n rounded terms is modelled as a random walk (Higham and Mary 2019, "A new approach to
-# probabilistic rounding error analysis"): u * sqrt(n) * ||terms||. Twice that is about five standard deviations of what
-# is observed.
-CONFIDENCE = 2.0
+# probabilistic rounding error analysis"): u * sqrt(n) * ||terms||. This many times it is about six standard deviations
+# of what is observed.
+CONFIDENCE = 2.5
 
 
 # -- visibility
@@ -49,10 +49,12 @@ class Window:
         head = range(self.start, min(first, tail.start))
         return [self._shown(t) for t in head], [self._shown(t) for t in tail]
 
-    def sees(self, pool_start: int, pool_size: int) -> bool:
-        """Whether every token of the pool is visible."""
-        tokens = range(pool_start, pool_start + pool_size)
-        return self.start <= tokens.start and tokens.stop <= self.end and self.hidden.isdisjoint(tokens)
+    def sees(self, pool_starts: Tensor, pool_size: int) -> Tensor:
+        """Of which pools ``[N]`` every token is visible, bool ``[N]``."""
+        inside = (pool_starts >= self.start) & (pool_starts + pool_size <= self.end) & (pool_starts >= 0)
+        for token in self.hidden:
+            inside &= (pool_starts > token) | (pool_starts + pool_size <= token)
+        return inside
 
     def _shown(self, token: int) -> int:
         return -1 if token in self.hidden else token
@@ -255,11 +257,11 @@ def score_rows(
     """Scores of the rows of one batch entry, and the rounding bound of an fp32 implementation.
 
         dot_h = dot_scale * (q_h . key)        score = sum over h of w_h * f(dot_h)
-        error(dot_h)^2 = (2u)^2 * (D + 2) * dot_scale^2 * sum over d of (q_hd * key_d)^2
-        error^2 = sum over live h of  w_h^2 * error(dot_h)^2  +  (2u)^2 * (H + 2) * (w_h * f(dot_h))^2
+        error(dot_h)^2 = (c * u)^2 * (D + 2) * dot_scale^2 * sum over d of (q_hd * key_d)^2
+        error^2 = sum over live h of  w_h^2 * error(dot_h)^2  +  (c * u)^2 * (H + 2) * (w_h * f(dot_h))^2
 
-    A head is *live* if its dot product, error included, can be positive (always, without ReLU). ``key_error`` adds
-    ``sum over live h of |w_h| * dot_scale * (|q_h| . key_error)``.
+    ``u`` is ``UNIT_ROUNDOFF``, ``c`` is ``CONFIDENCE``. A head is *live* if its dot product, error included, can be
+    positive (always, without ReLU). ``key_error`` adds ``sum over live h of |w_h| * dot_scale * (|q_h| . key_error)``.
 
     Args:
         q: ``[r, H, D]``, transformed; ``keys [N, D]``, transformed; ``weights [r, H]``.
@@ -331,11 +333,11 @@ class Reference:
             key_error=self.key_error[:, entry],
             dtype=self.dtype,
         )
+        starts = torch.tensor(self.starts, dtype=torch.int64)
         visible = torch.zeros(score.shape, dtype=torch.bool)
         for i, row in enumerate(rows):
             window = self.windows[entry][row]
-            seen = [s >= 0 and (not self.limited or window.sees(s, self.pool_size)) for s in self.starts]
-            visible[i] = torch.tensor(seen, dtype=torch.bool)
+            visible[i] = window.sees(starts, self.pool_size) if self.limited else starts >= 0
         return Ranking(score, error, visible)
 
     def tokens(self, entry: int, row: int, pools: Sequence[int], always_select_tail: bool, width: int) -> list[int]:
@@ -371,8 +373,18 @@ def prepare(
     rotate_activation_enabled: bool = False,
     numerics: str = "megatron",
     dtype: torch.dtype = torch.float64,
+    pooled_keys: Tensor | None = None,
 ) -> Reference:
-    """Everything about a call that does not depend on the row; arguments as for ``kpool.fused_qk_topk_kpool``."""
+    """Everything about a call that does not depend on the row; arguments as for ``kpool.fused_qk_topk_kpool``.
+
+    Args:
+        pooled_keys: ``[N, B, D]`` from the implementation under test. Every element must lie within the rounding error
+            of the reference's; the ranking then starts from these, so that a key rounded the other way, as it may be,
+            does not leave rows undecided.
+
+    Raises:
+        ValueError: an element of ``pooled_keys`` is further away than rounding explains.
+    """
     q, k, weights = (t.detach().cpu() for t in (q, k, weights))
     name = "fp8" if fp8_indexer else "hadamard" if rotate_activation_enabled else "none"
     rows, batch, _, dim = q.shape
@@ -380,6 +392,8 @@ def prepare(
     cu = None if cu_seqlens_kv is None else cu_seqlens_kv.tolist()
     starts = pool_starts(tokens, pool_size, cu)
     pooled, error = pool_keys(k, gate_score, ape, pool_size, starts, numerics)
+    if pooled_keys is not None:
+        pooled, error = _accept(pooled_keys.detach().cpu().double(), pooled, error)
     if name != "none" and bool(error.any()):  # an uncertain element makes its whole rotated vector uncertain
         step = 2.0**-7 if name == "hadamard" else 2.0**-3
         turned = transform(pooled, name).double().abs().amax(-1, keepdim=True).expand_as(error)
@@ -417,6 +431,20 @@ def prepare(
         transform_name=name,
         dtype=dtype,
     )
+
+
+def _accept(given: Tensor, pooled: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    if given.shape != pooled.shape:
+        raise ValueError(f"pooled_keys: expected shape {list(pooled.shape)}, got {list(given.shape)}")
+    wrong = ~((given - pooled).abs() <= error) & ~(given.isnan() & pooled.isnan())
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        near, slack = pooled[tuple(at)].item(), error[tuple(at)].item()
+        raise ValueError(
+            f"pooled_keys: expected {near} within {slack} at [pool, batch, dimension] = {at}, "
+            f"got {given[tuple(at)].item()}; {int(wrong.sum())} elements differ by more than rounding explains"
+        )
+    return given, torch.zeros_like(error)
 
 
 def fused_qk_topk_kpool(
