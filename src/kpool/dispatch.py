@@ -56,9 +56,9 @@ def choose(impl: str, q: Tensor, keys: Tensor, budget: int, pool_size: int) -> M
         ValueError: ``"triton"`` was asked for and cannot serve the call; the message says why.
     """
     if impl == "reference":
-        from kpool import reference
+        from kpool import naive
 
-        return reference
+        return naive
     if impl in ("auto", "triton"):
         reason = why_not_triton(q.device.type, q.dtype, q.shape[2], q.shape[3], pool_size, budget)
         if reason is None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kpool.sharding import RowBlocks
+from kpool.ranking import Ranking
 
 UNIT_ROUNDOFF = 2.0**-24  # of fp32, round to nearest
 # The error of a sum of n rounded terms is modelled as a random walk (Higham and Mary 2019, "A new approach to
@@ -181,67 +181,6 @@ def _walsh(x: Tensor) -> Tensor:
 
 # -- scores and their error
 # ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Scores of some rows with what rounding may do to them.
-
-    Attributes:
-        score: float64 ``[r, N]``.
-        error: float64 ``[r, N]``; an fp32 implementation's score lies within ``score +- error``.
-        visible: bool ``[r, N]``.
-    """
-
-    score: Tensor
-    error: Tensor
-    visible: Tensor
-
-    def order(self) -> list[list[int]]:
-        """Visible pools of each row, best first: score descending, then id; NaN last."""
-        order = []
-        for score, visible in zip(self.score.tolist(), self.visible.tolist(), strict=True):
-
-            def place(pool: int, score: list[float] = score) -> tuple[bool, float, int]:
-                missing = math.isnan(score[pool])
-                return missing, 0.0 if missing else -score[pool], pool
-
-            order.append(sorted((pool for pool, seen in enumerate(visible) if seen), key=place))
-        return order
-
-    def best(self, budget: int) -> Tensor:
-        """Winning pool ids of each row in score order, int64 ``[r, M]``, -1 padded."""
-        out = torch.full((self.score.shape[0], budget), -1, dtype=torch.int64)
-        for row, ids in enumerate(self.order()):
-            chosen = torch.tensor(ids[:budget], dtype=torch.int64)
-            out[row, : chosen.numel()] = chosen
-        return out
-
-    def margin(self, budget: int) -> Tensor:
-        """Gap at the budget edge less the errors beside it, float64 ``[r]``; +inf for rows that see at most ``M``
-        pools.
-
-        Positive: the worst chosen pool beats the best rejected one whatever the rounding. Exact ties of scores with no
-        error (ReLU zeros) are decided by the tie rule, and count as +inf too.
-        """
-        margin = torch.full((self.score.shape[0],), math.inf, dtype=torch.float64)
-        best = self.best(budget)
-        for row in range(self.score.shape[0]):
-            if int(self.visible[row].sum()) <= budget:
-                continue
-            chosen = torch.zeros_like(self.visible[row])
-            chosen[best[row]] = True
-            rejected = self.visible[row] & ~chosen
-            low = (self.score[row] - self.error[row])[chosen]
-            high = (self.score[row] + self.error[row])[rejected]
-            gap = low.amin() - high.amax()
-            exact = self.error[row][chosen][low.argmin()] == 0 and self.error[row][rejected][high.argmax()] == 0
-            margin[row] = math.inf if gap == 0 and bool(exact) else gap
-        return margin
-
-    def decided(self, budget: int) -> Tensor:
-        """Rows whose selected *set* no rounding within ``error`` can change, bool ``[r]``."""
-        return self.margin(budget) > 0
 
 
 def score_rows(
@@ -506,82 +445,3 @@ def fused_qk_topk_kpool(
             pools = ids[: call.budget] if order == "score" else sorted(ids[: call.budget])
             tokens[entry, row] = torch.tensor(call.tokens(entry, row, pools, always_select_tail, width))
     return (scores if return_index_scores else None), tokens
-
-
-# -- the same two functions as the fast implementations
-# -----------------------------------------------------------------
-
-
-def scores(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    pool_lo: Tensor,
-    pool_hi: Tensor,
-    mask: Tensor | None,
-    *,
-    pool_size: int,
-    use_relu: bool,
-    dot_scale: float,
-    transform: str,
-) -> Tensor:
-    """fp32 ``[B, S, N]`` from float64 sums, masked pools -inf; arguments as for ``kpool.tiled.scores``."""
-    out = []
-    for entry in range(q.shape[1]):
-        rows = _transform_rows(q[:, entry].cpu(), transform)
-        score, _ = score_rows(
-            rows, keys[:, entry].cpu(), weights[:, entry].cpu(), use_relu=use_relu, dot_scale=dot_scale
-        )
-        view = min(entry, pool_lo.shape[0] - 1)
-        seen = _seen(pool_lo[view], pool_hi[view], None if mask is None else mask[view], pool_size, keys.shape[0])
-        out.append(score.float().masked_fill(~seen, -math.inf))
-    return torch.stack(out).to(q.device) if out else q.new_zeros(0, q.shape[0], keys.shape[0], dtype=torch.float32)
-
-
-def select(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    pool_lo: Tensor,
-    pool_hi: Tensor,
-    mask: Tensor | None,
-    *,
-    pool_size: int,
-    budget: int,
-    rows: RowBlocks,
-    use_relu: bool,
-    dot_scale: float,
-    transform: str,
-    order: str,
-    chunk_bytes: int,
-) -> Tensor:
-    """int32 ``[B, rows.count, M]``; arguments as for ``kpool.tiled.select``. ``chunk_bytes`` does not matter here."""
-    del chunk_bytes
-    ids = torch.full((q.shape[1], rows.count, budget), -1, dtype=torch.int32)
-    for local, first, last in rows.spans(q.shape[0]):
-        for entry in range(q.shape[1]):
-            mine = _transform_rows(q[first:last, entry].cpu(), transform)
-            weight = weights[first:last, entry].cpu()
-            score, error = score_rows(mine, keys[:, entry].cpu(), weight, use_relu=use_relu, dot_scale=dot_scale)
-            view = min(entry, pool_lo.shape[0] - 1)
-            window = None if mask is None else mask[view, first:last]
-            seen = _seen(pool_lo[view, first:last], pool_hi[view, first:last], window, pool_size, keys.shape[0])
-            best = Ranking(score.float(), error, seen).best(budget)
-            if order == "position":
-                best = best.masked_fill(best < 0, keys.shape[0]).sort(-1).values
-                best = best.masked_fill(best == keys.shape[0], -1)
-            ids[entry, local : local + last - first] = best.to(torch.int32)
-    return ids.to(q.device)
-
-
-_transform_rows = transform  # `transform` is an argument name in the two functions above
-
-
-def _seen(lo: Tensor, hi: Tensor, mask: Tensor | None, pool_size: int, pools: int) -> Tensor:
-    seen = torch.zeros(lo.shape[0], pools, dtype=torch.bool)
-    for row, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
-        seen[row, first:last] = True
-        if mask is not None:
-            whole = torch.isfinite(mask[row, : pools * pool_size].cpu()).view(pools, pool_size).all(1)
-            seen[row] &= whole
-    return seen
