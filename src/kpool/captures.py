@@ -5,8 +5,8 @@
 
     kpool verify --input call.safetensors --ranks 8
 
-`CapturedCall` is the file in memory: the tensors and options of one `kpool.fused_qk_topk_kpool` call, by the names of its
-arguments. A framework that calls the function itself saves its arguments with `CapturedCall(...).save(path)`.
+`CapturedCall` is the file in memory: the tensors and options of one `kpool.fused_qk_topk_kpool` call, under the names
+of its arguments. A framework that calls the function itself saves them with `CapturedCall(...).save(path)`.
 `docs/capture-format.md` describes the file. Files need the package `safetensors` (extra `cli` or `hf`).
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ class CapturedCall:
 
     def to(self, device: torch.device | str) -> CapturedCall:
         """The same call with every tensor on `device`."""
-        moved = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in vars(self).items()}
-        return CapturedCall(**moved)
+        moved: dict[str, Any] = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
     def save(self, path: str | Path) -> Path:
         """Write the call as a safetensors file and return its path.
@@ -100,7 +100,7 @@ class CapturedCall:
         """Read a call from a safetensors file.
 
         Raises:
-            ValueError: the file cannot be read, is no captured call, or lacks something; the message names file and lack.
+            ValueError: the file cannot be read, is no captured call, or lacks something; the message says which.
         """
         tensors, head = read_safetensors(path)
         if head.get("format") != FORMAT or head.get("version") != VERSION:
@@ -115,12 +115,13 @@ class CapturedCall:
         unknown = sorted(set(tensors) - set(_REQUIRED) - set(_OPTIONAL))
         if unknown:
             raise ValueError(f"{path}: unknown tensors {', '.join(unknown)}; known: {', '.join(_REQUIRED + _OPTIONAL)}")
-        options: dict[str, Any] = {name: _whole(path, head, name) for name in ("index_topk", "pool_size")}
+        options: dict[str, Any] = {**tensors}
+        options |= {name: _whole(path, head, name) for name in ("index_topk", "pool_size")}
         options |= {name: _switch(path, head, name) for name in _SWITCHES if name in head}
         if "numerics" in head:
             options["numerics"] = head["numerics"]
         known = {"format", "version", *options}
-        return cls(**tensors, **options, notes={n: v for n, v in head.items() if n not in known})
+        return cls(**options, notes={n: v for n, v in head.items() if n not in known})
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -164,8 +165,8 @@ def capture(module: nn.Module, path: str | Path, **notes: str) -> Iterator[Path]
         path: the safetensors file to write.
         **notes: free text kept in the file.
 
-    The call must be a prefill (no cached tokens before it) without padding, so that its keys are its own. Only the first
-    call in the block is saved; the module's results are not touched.
+    The call must be a prefill (no cached tokens before it) without padding, so that its keys are its own. Only the
+    first call in the block is saved; the module's results are not touched.
 
     Raises:
         TypeError: the module lacks a parameter. ValueError: the call has padding, or tokens before it.
@@ -174,7 +175,9 @@ def capture(module: nn.Module, path: str | Path, **notes: str) -> Iterator[Path]
     needed = ("wq_b", "wk", "k_norm", "weights_proj", "index_kpool_compress_ape", "index_kpool_compress_gate")
     lacking = [name for name in needed if not hasattr(module, name)]
     if lacking:
-        raise TypeError(f"module: expected an indexer with {', '.join(needed)}, got {type(module).__name__} without {lacking}")
+        raise TypeError(
+            f"module: expected an indexer with {', '.join(needed)}, got {type(module).__name__} without {lacking}"
+        )
     saved: list[Path] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,37 +202,47 @@ def call_of(
     q_resid: Tensor,
     attention_mask: Tensor | None = None,
     cache: Any = None,
+    cu_seqlens: Tensor | None = None,
     **_: Any,
 ) -> CapturedCall:
-    """The call an indexer module is about to make, from its inputs `[B, S, ...]` and its parameters."""
+    """The call an indexer module is about to make, from its inputs and its parameters."""
     m: Any = module
-    config = m.config
-    rows = hidden_states.shape[1]
+    if getattr(m, "batch_first", True):
+        hidden_states, q_resid = hidden_states.transpose(0, 1), q_resid.transpose(0, 1)
+    rows = hidden_states.shape[0]
     if attention_mask is not None and not bool(attention_mask.bool().all()):
         raise ValueError("attention_mask: expected no padding, got padded tokens; capture a batch of equal lengths")
     if cache is not None and (before := _tokens_before(cache, m, rows)):
         raise ValueError(f"cache: expected a prefill, got {before} cached tokens before the call")
-    heads, dim = config.index_n_heads, config.index_head_dim
     numerics = getattr(m, "numerics", "hf")  # transformers' own module has no such attribute, and is "hf"
-    if numerics == "hf":
-        weights = m.weights_proj(hidden_states.to(m.weights_proj.weight.dtype)).float() * heads**-0.5
-    else:
-        weights = F.linear(hidden_states.float(), m.weights_proj.weight.float()) * (heads**-0.5 * dim**-0.5)
-    ends = torch.arange(1, rows + 1, dtype=torch.int32, device=hidden_states.device)
+    q, weights, k, gate = _project(m, hidden_states, q_resid)
+    ends = torch.arange(1, rows + 1, dtype=torch.int32, device=q.device)
+    seen: dict[str, Any] = {"varlen_starts": torch.zeros_like(ends), "varlen_ends": ends}
+    if cu_seqlens is not None:
+        seen = {"cu_seqlens_kv": cu_seqlens}
     return CapturedCall(
-        q=m.wq_b(q_resid).unflatten(-1, (heads, dim)).transpose(0, 1),
-        k=m.k_norm(m.wk(hidden_states)).transpose(0, 1),
-        weights=weights.transpose(0, 1),
-        gate_score=F.linear(hidden_states, m.index_kpool_compress_gate).transpose(0, 1),
+        q=q,
+        k=k,
+        weights=weights,
+        gate_score=gate,
         ape=m.index_kpool_compress_ape,
-        varlen_starts=torch.zeros_like(ends),
-        varlen_ends=ends,
-        index_topk=config.index_topk,
-        pool_size=config.index_kpool,
+        **seen,
+        index_topk=m.config.index_topk,
+        pool_size=m.config.index_kpool,
         numerics=numerics,
-        always_select_tail=config.index_kpool_always_select_tail,
+        always_select_tail=m.config.index_kpool_always_select_tail,
         notes=dict(notes),
     )
+
+
+def _project(m: Any, hidden_states: Tensor, q_resid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q `[S, B, H, D]`, weights `[S, B, H]`, k and gate `[T, B, D]`, as the module makes them of `[S, B, ...]`."""
+    if hasattr(m, "project_queries"):
+        return (*m.project_queries(hidden_states, q_resid), *m.project_keys(hidden_states))
+    heads, dim = m.config.index_n_heads, m.config.index_head_dim
+    weights = m.weights_proj(hidden_states.to(m.weights_proj.weight.dtype)).float() * heads**-0.5
+    k, gate = m.k_norm(m.wk(hidden_states)), F.linear(hidden_states, m.index_kpool_compress_gate)
+    return m.wq_b(q_resid).unflatten(-1, (heads, dim)), weights, k, gate
 
 
 def _tokens_before(cache: Any, module: Any, rows: int) -> int:

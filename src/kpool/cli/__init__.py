@@ -1,0 +1,60 @@
+"""The front door: `kpool verify | plan | bench | info`.
+
+Each command is a module with `add_parser(commands)`, which declares its arguments and sets `run`, a function from the
+parsed arguments to an exit code.
+
+Exit codes: 0 yes; 1 no: a difference was found; 2 not decided: too few rows have a clear margin; 64 the command line
+or an input file cannot be used; 69 something that the command needs is missing here; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kpool.cli.exits import INTERRUPTED, UNAVAILABLE, USAGE, CommandError
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse exits with 2 on a bad command line; here 2 is a verdict."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        self.print_usage(sys.stderr)
+        self.exit(USAGE, f"{self.prog}: error: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    from kpool.cli import info, plan, verify
+
+    parser = _Parser(prog="kpool", description="Exact, sharded k-pool token selection: see it, check it, measure it.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    for command in (verify, plan, info):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments, without the program's name; None means those of the process.
+    """
+    try:
+        args = build_parser().parse_args(argv)
+        return int(args.run(args))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "kpool":
+            raise
+        print(  # noqa: T201
+            f"kpool: {error.name} is not installed; the command line needs: python -m pip install 'kpool[cli]'",
+            file=sys.stderr,
+        )
+        return UNAVAILABLE
+    except CommandError as error:
+        print(f"kpool: error: {error}", file=sys.stderr)  # noqa: T201
+        return error.code
+    except KeyboardInterrupt:
+        print("kpool: interrupted", file=sys.stderr)  # noqa: T201
+        return INTERRUPTED
