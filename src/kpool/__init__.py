@@ -1,5 +1,8 @@
 """kpool: exact, memory-bounded k-pool token selection for GLM-5.3-Flash sparse attention, sharded over query rows."""
 
+from kpool.captures import capture
+from kpool.config import KPoolConfig
+from kpool.indexer import KPoolIndexer
 from kpool.ops import fused_qk_topk_kpool, select_pools
 from kpool.pooling import PooledKeys, pool_keys
 from kpool.sharding import ShardPlan
@@ -8,10 +11,13 @@ from kpool.visibility import Visibility
 __version__ = "0.1.0"
 
 __all__ = [
+    "KPoolConfig",
+    "KPoolIndexer",
     "PooledKeys",
     "ShardPlan",
     "Visibility",
     "__version__",
+    "capture",
     "fused_qk_topk_kpool",
     "pool_keys",
     "select_pools",

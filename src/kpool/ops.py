@@ -19,7 +19,8 @@ from kpool.pooling import PooledKeys, pool_on_grid
 from kpool.scoring import differentiable_scores, transform, visible_pools
 from kpool.selection import expand, top_pools
 from kpool.sharding import Group, RowBlocks, ShardPlan
-from kpool.visibility import RowWindows, Visibility
+from kpool.visibility import Visibility
+from kpool.windows import RowWindows
 
 
 def fused_qk_topk_kpool(
@@ -110,7 +111,7 @@ def fused_qk_topk_kpool(
         transform=transform_name,
         dim=q.shape[3],
     )
-    visibility = _visibility(mask, varlen_starts, varlen_ends, key_positions, cu_seqlens_kv)
+    visibility = Visibility.from_arguments(mask, varlen_starts, varlen_ends, key_positions, cu_seqlens_kv)
     rows, batch, tokens = q.shape[0], q.shape[1], k.shape[0]
     windows = visibility.windows(rows=rows, tokens=tokens, batch=batch, pool_size=pool_size, device=q.device)
     shard = _Shard.enter(query_shard_group, shard_plan, rows)
@@ -233,22 +234,6 @@ def _token_count(visibility: Visibility, pooled: PooledKeys) -> int:
         if tensor is not None:
             return tensor.shape[dim]
     return pooled.keys.shape[0] * pooled.pool_size
-
-
-def _visibility(
-    mask: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Visibility:
-    if mask is not None:
-        return Visibility.from_mask(mask)
-    if starts is not None and ends is not None:
-        return Visibility.bounds(starts, ends, positions, cu_seqlens)
-    if cu_seqlens is not None:
-        return Visibility.packed(cu_seqlens)
-    return Visibility.unlimited()
 
 
 class _Shard:

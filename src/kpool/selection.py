@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kpool.visibility import RowWindows
+from kpool.windows import RowWindows
 
 ORDERS = ("score", "position")
 _HIDDEN = -(2**31)  # key of a pool the row cannot see

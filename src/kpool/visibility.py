@@ -1,16 +1,7 @@
 """What each query row may see: causal, packed, bounds, mask, left padding; all become one window per row.
 
-A row sees the key slots of its window ``[start, end)``. From the window and the pool grid follow
-
-- the visible pools, ids ``[pool_lo, pool_hi)``: every token of the pool lies in the window;
-- the *tail* ``[tail_start, end)``: the tokens after the last grid boundary at or before ``end``;
-- the *head* ``[start, head_end)``: the tokens before the first boundary, disjoint from the tail.
-
-An explicit mask can also punch holes: a pool with a masked token is not selectable, a masked head or tail token is
-not returned.
-
-Worked example, ``P = 4``, plain grid, window ``[1, 10)``: head ``[1, 4)``, one pool ``[4, 8)`` (id 1), tail ``[8,
-10)``.
+An explicit mask can also punch holes: a pool with a masked token is not selectable, a masked head or tail token is not
+returned. ``windows`` says what follows from a window.
 
 Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``P`` pool size, ``N`` pools, ``Bv`` either 1 (shared by the batch) or
 ``B``. Values are checked on the CPU only: on a GPU reading them would stall the stream.
@@ -19,64 +10,18 @@ Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``P`` pool size, ``N`` pools, ``Bv`
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kpool.grid import PoolGrid
+from kpool.windows import RowWindows, at
 
+_FUSED_NAMES = {"starts": "varlen_starts", "ends": "varlen_ends", "cu_seqlens": "cu_seqlens_kv"}
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _MASK_PIECE_BYTES = 32 << 20  # the mask is read in row pieces, so that no second [S, T] tensor exists
-
-
-@dataclass(frozen=True)
-class RowWindows:
-    """The window of every row, and what follows from it. All tensors are int32 ``[Bv, S]`` in key slots or pool ids.
-
-    Attributes:
-        start, end: the window, half open; empty windows are ``[0, 0)``.
-        pool_lo, pool_hi: visible pool ids, half open.
-        tail_start: the tail is ``[tail_start, end)``, fewer than ``P`` tokens.
-        head_end: the head is ``[start, head_end)``, fewer than ``P`` tokens.
-        mask: fp32 ``[Bv, S, T]`` or None; only finiteness counts, and only inside the window.
-        tail_in_pools: the tail may lie in a visible pool (no limit was given), so it must be compared with the
-            selection.
-    """
-
-    start: Tensor
-    end: Tensor
-    pool_lo: Tensor
-    pool_hi: Tensor
-    tail_start: Tensor
-    head_end: Tensor
-    mask: Tensor | None = None
-    tail_in_pools: bool = False
-
-    @staticmethod
-    def on_grid(grid: PoolGrid, start: Tensor, end: Tensor, mask: Tensor | None = None) -> RowWindows:
-        """Derive pools, tail and head of the windows ``[start, end)``, int64 ``[Bv, S]``, on ``grid``."""
-        pool_size = grid.pool_size
-        empty = end <= start
-        start, end = start.masked_fill(empty, 0), end.masked_fill(empty, 0)
-        first_doc, last_doc = grid.document_of(start), grid.document_of((end - 1).clamp_min(0))
-        first_edge, last_edge = _at(grid.edges, first_doc), _at(grid.edges, last_doc)
-
-        before = (start - first_edge + pool_size - 1) // pool_size
-        pool_lo = torch.minimum(_at(grid.offsets, first_doc) + before, _at(grid.offsets, first_doc + 1))
-        complete = (end - last_edge) // pool_size
-        pool_hi = torch.maximum(_at(grid.offsets, last_doc) + complete, pool_lo)
-
-        tail_start = torch.maximum(start, last_edge + complete * pool_size)
-        boundary = torch.minimum(first_edge + before * pool_size, _at(grid.edges, first_doc + 1))
-        head_end = torch.maximum(start, torch.minimum(boundary, tail_start))
-        pool_lo, tail_start = pool_lo.masked_fill(empty, 0), tail_start.masked_fill(empty, 0)
-        pool_hi, head_end = pool_hi.masked_fill(empty, 0), head_end.masked_fill(empty, 0)
-        start, end, pool_lo, pool_hi, tail_start, head_end = (
-            part.to(torch.int32) for part in (start, end, pool_lo, pool_hi, tail_start, head_end)
-        )
-        return RowWindows(start, end, pool_lo, pool_hi, tail_start, head_end, mask)
 
 
 @dataclass(frozen=True)
@@ -99,6 +44,25 @@ class Visibility:
     positions: Tensor | None = None
     mask: Tensor | None = None
     valid: Tensor | None = None
+    of_fused_call: bool = False  # errors then use the argument names of the fused call
+
+    @staticmethod
+    def from_arguments(
+        mask: Tensor | None,
+        varlen_starts: Tensor | None,
+        varlen_ends: Tensor | None,
+        key_positions: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+    ) -> Visibility:
+        """What the visibility arguments of ``fused_qk_topk_kpool`` say; errors use their names."""
+        if mask is not None:
+            return Visibility.from_mask(mask)
+        if varlen_starts is not None and varlen_ends is not None:
+            bounds = Visibility("bounds", None, 0, varlen_starts, varlen_ends, key_positions, cu_seqlens_kv)
+            return replace(bounds, of_fused_call=True)._checked()
+        if cu_seqlens_kv is not None:
+            return Visibility("packed", cu_seqlens=cu_seqlens_kv, of_fused_call=True)._checked()
+        return Visibility.unlimited()
 
     @staticmethod
     def causal(rows: int, first: int = 0) -> Visibility:
@@ -128,10 +92,7 @@ class Visibility:
         Raises:
             TypeError, ValueError: dtype, shape, or (on CPU) values of ``cu_seqlens``.
         """
-        check_cu_seqlens(cu_seqlens, "cu_seqlens")
-        if positions is not None:
-            _check_index("positions", positions)
-        return Visibility("packed", cu_seqlens=cu_seqlens, positions=positions)
+        return Visibility("packed", cu_seqlens=cu_seqlens, positions=positions)._checked()
 
     @staticmethod
     def bounds(
@@ -149,22 +110,7 @@ class Visibility:
         Raises:
             TypeError, ValueError: dtype, shape, or (on CPU) values: ``starts <= ends``, positions ascending.
         """
-        _check_index("starts", starts)
-        _check_index("ends", ends)
-        if starts.shape != ends.shape:
-            raise ValueError(f"ends: expected the shape of starts {tuple(starts.shape)}, got {tuple(ends.shape)}")
-        if _on_cpu(starts, ends) and bool((starts > ends).any()):
-            row = int((starts > ends).nonzero()[0, 0])
-            raise ValueError(
-                f"starts: expected starts <= ends, got [{int(starts[row])}, {int(ends[row])}) in row {row}; "
-                "an empty window is written start == end"
-            )
-        if cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, "cu_seqlens")
-        if key_positions is not None:
-            _check_index("key_positions", key_positions)
-            _check_positions(key_positions, cu_seqlens)
-        return Visibility("bounds", starts=starts, ends=ends, key_positions=key_positions, cu_seqlens=cu_seqlens)
+        return Visibility("bounds", None, 0, starts, ends, key_positions, cu_seqlens)._checked()
 
     @staticmethod
     def from_mask(mask: Tensor) -> Visibility:
@@ -262,45 +208,66 @@ class Visibility:
         everything["pool_hi"] = torch.full_like(windows.pool_hi, tokens // pool_size)
         return RowWindows(**everything)
 
-    def _check_call(self, rows: int, tokens: int, batch: int, device: torch.device) -> None:
-        def expect(name: str, what: str, expected: int, got: int) -> None:
-            if expected != got:
-                raise ValueError(f"{name}: expected {what} = {expected}, got {got}")
+    def _name(self, field: str) -> str:
+        return _FUSED_NAMES.get(field, field) if self.of_fused_call else field
 
-        for name in ("starts", "ends", "key_positions", "cu_seqlens", "positions", "mask", "valid"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.device.type != device.type:
-                raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}; move it there")
-        if self.kind == "causal" and self.rows is not None:
-            expect("visibility", "rows S", rows, self.rows)
-        if self.starts is not None:
-            expect("starts", "rows S", rows, self.starts.shape[0])
-        if self.key_positions is not None:
-            expect("key_positions", "keys T", tokens, self.key_positions.shape[0])
-        if self.positions is not None:
-            expect("positions", "rows S", rows, self.positions.shape[0])
-        elif self.kind == "packed" and rows != tokens:
-            raise ValueError(
-                f"cu_seqlens without bounds: expected S == T, got S = {rows}, T = {tokens}; pass varlen_starts and "
-                "varlen_ends (or positions) to say where each row is"
-            )
+    def _checked(self) -> Visibility:
+        """Itself, if its tensors make sense together."""
+        for field in ("starts", "ends", "key_positions", "positions"):
+            tensor = getattr(self, field)
+            if tensor is not None:
+                _check_index(self._name(field), tensor)
         if self.cu_seqlens is not None:
-            check_cu_seqlens(self.cu_seqlens, "cu_seqlens", tokens)
-        if self.mask is not None:
-            expect("mask", "rows S", rows, self.mask.shape[1])
-            expect("mask", "keys T", tokens, self.mask.shape[2])
-            if self.mask.shape[0] not in (1, batch):
-                raise ValueError(f"mask: expected batch 1 or {batch}, got {self.mask.shape[0]}")
-        if self.valid is not None:
-            expect("valid", "batch B", batch, self.valid.shape[0])
-            expect("valid", "keys T", tokens, self.valid.shape[1])
-            expect("valid", "rows S", rows, tokens if self.rows is None else self.rows)
+            check_cu_seqlens(self.cu_seqlens, self._name("cu_seqlens"))
+        if self.starts is not None and self.ends is not None:
+            _check_bounds(self._name("starts"), self.starts, self._name("ends"), self.ends)
+        if self.key_positions is not None:
+            _check_positions(self.key_positions, self.cu_seqlens)
+        return self
+
+    def _check_call(self, rows: int, tokens: int, batch: int, device: torch.device) -> None:
+        """Raise unless the tensors fit a call of these sizes on this device."""
+        sizes = {"S": rows, "T": tokens, "B": batch}
+        legends = {
+            "starts": "S",
+            "ends": "S",
+            "key_positions": "T",
+            "positions": "S",
+            "cu_seqlens": "*",
+            "mask": "BST",
+            "valid": "BT",
+        }
+        for field, legend in legends.items():
+            tensor = getattr(self, field)
+            if tensor is None:
+                continue
+            name = self._name(field)
+            if tensor.device.type != device.type:
+                raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}; move it there")
+            for letter, got in zip(legend, tensor.shape, strict=True):
+                if letter in sizes and got != sizes[letter] and not (field == "mask" and letter == "B" and got == 1):
+                    expected = ", ".join(str(sizes.get(x, "*")) for x in legend)
+                    raise ValueError(
+                        f"{name}: expected shape [{', '.join(legend)}] = [{expected}], got {list(tensor.shape)}"
+                    )
+        if self.cu_seqlens is not None:
+            check_cu_seqlens(self.cu_seqlens, self._name("cu_seqlens"), tokens)
+        if self.kind == "packed" and self.positions is None and rows != tokens:
+            raise ValueError(
+                f"{self._name('cu_seqlens')}: expected S == T when no bounds say where the rows are, got S = {rows}, "
+                f"T = {tokens}; pass {self._name('starts')} and {self._name('ends')}"
+            )
+        queries = {"causal": self.rows, "left_padded": tokens if self.rows is None else self.rows}.get(self.kind, rows)
+        if queries != rows:
+            raise ValueError(
+                f"visibility: expected the rows S = {rows} of the call, got a visibility of {queries} rows"
+            )
 
     def _packed_window(self, grid: PoolGrid, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
         position = torch.arange(rows, device=device) if self.positions is None else self.positions.to(torch.int64)
         position = position[None]
         inside = (position >= 0) & (position < grid.edges[:, -1:])
-        start = _at(grid.edges, grid.document_of(position))
+        start = at(grid.edges, grid.document_of(position))
         return start.masked_fill(~inside, 0), (position + 1).masked_fill(~inside, 0)
 
     def _bounds_window(self, grid: PoolGrid, tokens: int) -> tuple[Tensor, Tensor]:
@@ -361,6 +328,19 @@ def _check_index(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: expected one dimension, got shape {tuple(tensor.shape)}")
 
 
+def _check_bounds(starts_name: str, starts: Tensor, ends_name: str, ends: Tensor) -> None:
+    if starts.shape != ends.shape:
+        raise ValueError(
+            f"{ends_name}: expected the shape of {starts_name} {list(starts.shape)}, got {list(ends.shape)}"
+        )
+    if _on_cpu(starts, ends) and bool((starts > ends).any()):
+        row = int((starts > ends).nonzero()[0, 0])
+        raise ValueError(
+            f"{starts_name}: expected {starts_name} <= {ends_name}, got [{int(starts[row])}, {int(ends[row])}) in row "
+            f"{row}; an empty window is written start == end"
+        )
+
+
 def _check_positions(key_positions: Tensor, cu_seqlens: Tensor | None) -> None:
     if not _on_cpu(key_positions) or (cu_seqlens is not None and not _on_cpu(cu_seqlens)):
         return
@@ -375,13 +355,6 @@ def _check_positions(key_positions: Tensor, cu_seqlens: Tensor | None) -> None:
             "key_positions: expected positions ascending within a document, got "
             f"{int(key_positions[slot])} then {int(key_positions[slot + 1])} at slot {slot}"
         )
-
-
-def _at(table: Tensor, index: Tensor) -> Tensor:
-    """``table [Bt, E]`` read at ``index [Bv, S]``, ``Bt`` and ``Bv`` equal or 1."""
-    if table.shape[0] == 1:
-        return table[0][index]
-    return table.gather(1, index.expand(table.shape[0], -1))
 
 
 def _slots_of_positions(positions: Tensor, start: Tensor, end: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
