@@ -7,6 +7,7 @@ Arms: `replay` (a patched all-gather, no process group), `ranks` (simulated proc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ def check_run(scenario: Scenario, run: kpool_testing.Run, size: int, whole: Tens
     assert sorted(made.rank for made in gathers) == list(range(size))
 
 
+@cache
 def whole_of(scenario: Scenario, device: torch.device) -> Tensor:
     """The unsharded rows, with nothing that only a sharded or chunked call has."""
     return scenario.call().to(device).run().cpu()
@@ -85,7 +87,9 @@ def check_asked(scenario: Scenario, asked: list[RowBlocks]) -> None:
     """Ranks were asked for disjoint rows that are all rows, and none for more than its share."""
     plan = ShardPlan.of(scenario.plan, scenario.call().rows, scenario.size)
     assert {blocks.count for blocks in asked} == {plan.rows_per_rank}
-    scored = [row for blocks in set(asked) for _, first, last in blocks.spans(plan.num_rows) for row in range(first, last)]
+    scored = [
+        row for blocks in set(asked) for _, first, last in blocks.spans(plan.num_rows) for row in range(first, last)
+    ]
     assert sorted(scored) == list(range(plan.num_rows))
 
 
@@ -118,32 +122,24 @@ class TestReplay:
         check_run(scenario, run, scenario.size, whole_of(scenario, device))
 
 
+@pytest.mark.world_size(2)  # one run a scenario: each brings its own size
 class TestRanks:
-    @pytest.fixture
-    def world_size(self, request: pytest.FixtureRequest) -> int:
-        scenario: Scenario = request.getfixturevalue("scenario")
-        real = request.config.getoption("--ranks-backend") != "fake"
-        return min(scenario.size, MOST_PROCESSES) if real else scenario.size
-
     @by_name
     def test_replicated(
         self,
         scenario: Scenario,
         ranks: Callable[..., kpool_testing.Run],
-        world_size: int,
         device: torch.device,
         request: pytest.FixtureRequest,
     ) -> None:
-        nccl = request.config.getoption("--ranks-backend") == "nccl"
-        where = torch.device("cuda") if nccl else device
-        run = ranks(body_of(scenario, None if nccl else device))
-        check_run(scenario, run, world_size, whole_of(scenario, where))
+        backend = request.config.getoption("--ranks-backend")
+        size = scenario.size if backend == "fake" else min(scenario.size, MOST_PROCESSES)
+        nccl = backend == "nccl"
+        run = ranks(body_of(scenario, None if nccl else device), size=size)
+        check_run(scenario, run, size, whole_of(scenario, torch.device("cuda") if nccl else device))
 
-    @pytest.mark.parametrize("scenario", SEED[:1], ids=lambda scenario: scenario.name)
-    def test_scores_cannot_be_returned(
-        self, scenario: Scenario, ranks: Callable[..., kpool_testing.Run], device: torch.device
-    ) -> None:
-        call = scenario.call().to(device)
+    def test_scores_cannot_be_returned(self, ranks: Callable[..., kpool_testing.Run], device: torch.device) -> None:
+        call = SEED[0].call().to(device)
         with pytest.raises(ValueError, match="return_index_scores: expected False with query_shard_group, got True"):
             ranks(lambda group: call.run(query_shard_group=group, return_index_scores=True))
 
@@ -164,9 +160,7 @@ class TestGloo:
         size, cpu = min(scenario.size, MOST_PROCESSES), torch.device("cpu")
         check_run(scenario, gloo(body_of(scenario, cpu), size), size, whole_of(scenario, cpu))
 
-    def test_scores_cannot_be_returned(
-        self, gloo: Callable[[Callable[[Any], Any], int], kpool_testing.Run]
-    ) -> None:
+    def test_scores_cannot_be_returned(self, gloo: Callable[[Callable[[Any], Any], int], kpool_testing.Run]) -> None:
         call = SEED[0].call()
         with pytest.raises(ValueError, match="return_index_scores: expected False with query_shard_group, got True"):
             gloo(lambda group: call.run(query_shard_group=group, return_index_scores=True), 2)

@@ -8,6 +8,7 @@ Shapes: `S` rows, `T` keys, `B` batch, `H` heads, `D` dimensions, `P` pool size,
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -93,14 +94,14 @@ class Call:
         return replace(self, **moved, visibility={name: t.to(device) for name, t in self.visibility.items()})
 
     def explicit(self) -> Call:
-        """The same windows said row by row, so that rows can be taken out; a call without visibility has no such form."""
+        """The same windows said row by row, so that rows can be taken out. Without visibility there is no such form."""
         if "mask" in self.visibility or "varlen_starts" in self.visibility:
             return self
         assert self.visibility, "the tail of a call without visibility follows the row number"
         cu = self.visibility["cu_seqlens_kv"]
         edges = cu.tolist()
         starts, ends = [0] * self.rows, [0] * self.rows
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in itertools.pairwise(edges):
             for row in range(begin, end):
                 starts[row], ends[row] = begin, row + 1
         bounds = (torch.tensor(values, dtype=cu.dtype, device=cu.device) for values in (starts, ends))
@@ -149,7 +150,7 @@ def visibility_of(layout: str, rng: random.Random, rows: int, tokens: int, batch
         visibility = {"cu_seqlens_kv": integers(edges)}
         if layout == "packed_bounds":
             windows = []
-            documents = list(zip(edges, edges[1:], strict=False)) or [(0, 0)]
+            documents = list(itertools.pairwise(edges)) or [(0, 0)]
             for _ in range(rows):
                 begin, end = rng.choice(documents)
                 start = rng.choice([begin, rng.randint(begin, end)])
