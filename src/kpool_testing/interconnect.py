@@ -1,7 +1,7 @@
 """The alpha-beta model: a message of n bytes takes alpha + n / bandwidth seconds.
 
-Collectives are rings and trees of messages. An estimate says which of two designs moves less and how often, not what a cluster will show: it knows no
-congestion, no overlap and no protocol switch.
+Collectives are rings and trees of messages. An estimate says which of two designs moves less and how often, not what
+a cluster will show: it knows no congestion, no overlap and no protocol switch.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from kpool_testing.checks import CollectiveError, DeadlockError, RankError, rank
 from kpool_testing.trace import Run, Trace
 from kpool_testing.worker import Answer, Job, importable, serve
 
+_START_LIMIT = 180.0
 BACKENDS = ("fake", "replay", "gloo", "nccl", "world")
 
 
@@ -42,7 +43,7 @@ def run_ranks(
         backend: "fake" (`simulate`), "replay", "gloo" or "nccl" (one process a rank; nccl needs a GPU for each),
             "world" (this process is one rank of a group that a launcher such as torchrun started).
         timeout: seconds; the limit of every real group (30 if not given), and of a whole simulated run (60). Ranks that
-            have not returned after twice that and 20 s more are ended.
+            have not returned after twice that and 2 s more are ended.
         options: for `simulate` alone (dialect, seed, faults, ...); refused with any other backend.
 
     Raises:
@@ -51,6 +52,7 @@ def run_ranks(
         DeadlockError: ranks wait for each other past the limit.
         ValueError: unknown backend, size < 1, more nccl ranks than GPUs, or a world of another size.
     """
+    __tracebackhide__ = True
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}, expected one of {BACKENDS}")
     if size < 1:
@@ -58,7 +60,9 @@ def run_ranks(
     if backend == "fake":
         from kpool_testing.world import simulate
 
-        return simulate(fn, size, **({} if timeout is None else {"limit": timeout}), **options)
+        if timeout is not None:
+            options = {"limit": timeout, **options}
+        return simulate(fn, size, **options)
     if options:
         raise ValueError(f"backend={backend!r} takes no {sorted(options)}: these are options of the simulation")
     if backend == "replay":
@@ -122,6 +126,7 @@ class _Pool:
         self.runs = 0
 
     def run(self, fn: Callable[[Any], Any], size: int, backend: str, timeout: float) -> Run:
+        __tracebackhide__ = True
         payload = _pickled(fn)
         workers = self._at_least(size)[:size]
         assert self.directory is not None
@@ -152,9 +157,23 @@ class _Pool:
         if any(not worker.process.is_alive() for worker in self.workers):
             self.close()
             return self._at_least(size)
-        while len(self.workers) < size:
-            self.workers.append(_Worker(self.directory, len(self.workers)))
+        new = [_Worker(self.directory, number) for number in range(len(self.workers), size)]
+        self.workers += new
+        for worker in new:
+            self._await_start(worker)
         return self.workers
+
+    def _await_start(self, worker: _Worker) -> None:
+        """Importing torch takes seconds, on a busy machine many; it does not count against the limit of a run."""
+        try:
+            if worker.connection.poll(_START_LIMIT):
+                worker.connection.recv_bytes()
+                return
+        except (EOFError, OSError):
+            pass
+        output = worker.new_output()
+        self.close()
+        raise RuntimeError(f"a worker process did not start within {_START_LIMIT:.0f} s; its output:\n{output}")
 
     def close(self) -> None:
         for worker in self.workers:
@@ -185,8 +204,7 @@ class _Outcome:
 
     def collect(self) -> None:
         """Wait for every rank. The group is left when all have returned, or at once when one has failed."""
-        # Twice the limit covers joining the group and one collective that just made it; 20 s covers importing torch.
-        limit = 2 * self.timeout + 20.0
+        limit = 2 * self.timeout + 2.0  # joining the group, and one collective that just made it
         deadline = time.monotonic() + limit
         while waiting := [r for r in range(self.size) if r not in self.answers and r not in self.lost]:
             connections = {self.workers[rank].connection: rank for rank in waiting}
@@ -237,6 +255,8 @@ class _Outcome:
         return Trace(sorted(calls, key=lambda call: (call.seq, call.rank)), size=self.size)
 
     def run(self) -> Run:
+        """The results, or the error that stands for all ranks."""
+        __tracebackhide__ = True
         failed = sorted((a for a in self.answers.values() if not a.ok), key=lambda answer: answer.when)
         if not failed and not self.lost:
             return Run([pickle.loads(self.answers[rank].payload) for rank in range(self.size)], self.trace())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,11 +122,11 @@ def ranks(request: pytest.FixtureRequest, world_size: int) -> Callable[..., Run]
     timeout = request.config.getoption("--ranks-timeout")
 
     def call(fn: Callable[[Any], Any], *, size: int | None = None, **options: Any) -> Run:
+        __tracebackhide__ = True
         from kpool_testing.launch import run_ranks
 
-        return _recorded(
-            request.node, lambda: run_ranks(fn, size or world_size, backend, **{"timeout": timeout, **options})
-        )
+        settings = {"timeout": timeout, **options}
+        return _recorded(request.node, partial(run_ranks, fn, size or world_size, backend, **settings))
 
     return call
 
@@ -139,9 +140,10 @@ def fake_group(request: pytest.FixtureRequest, world_size: int) -> Callable[...,
     """
 
     def call(fn: Callable[[Any], Any], *, size: int | None = None) -> Run:
+        __tracebackhide__ = True
         from kpool_testing.replay import replay
 
-        return _recorded(request.node, lambda: replay(fn, size or world_size))
+        return _recorded(request.node, partial(replay, fn, size or world_size))
 
     return call
 
@@ -158,6 +160,7 @@ def collective_trace(request: pytest.FixtureRequest) -> Trace:
 
 def _recorded(node: pytest.Item, run: Callable[[], Run]) -> Run:
     """Run, and keep the trace for the fixture `collective_trace` and for the page of a failing test."""
+    __tracebackhide__ = True
     record = node.stash.setdefault(_RECORD, [])
     try:
         result = run()
@@ -194,7 +197,7 @@ def pytest_runtest_makereport(
         return report
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^\w.-]+", "_", item.nodeid).strip("_")[-150:]
+    name = re.sub(r"[^\w.-]+", "_", item.nodeid)[-150:].strip("_")
     note = str(call.excinfo.value) if call.excinfo else ""
     path = trace.write_html(folder / f"{name}-{report.when}.html", title=item.nodeid, note=note)
     report.sections.append(("collectives", f"{path}\n{trace.lanes()}"))

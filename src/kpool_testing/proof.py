@@ -26,6 +26,7 @@ def assert_replicated(results: Run | Sequence[Any], name: str = "result") -> Non
         AssertionError: names every rank that differs from the first, and the first index where it does.
         ValueError: no results.
     """
+    __tracebackhide__ = True
     entries = results.results if isinstance(results, Run) else list(results)
     if not entries:
         raise ValueError("expected the results of at least one rank, got none")
@@ -107,6 +108,7 @@ def assert_matches_unsharded(
     Raises:
         AssertionError: lists every failing size and case with the first difference, or says that nothing was compared.
     """
+    __tracebackhide__ = True
     if runner is None:
         from kpool_testing.world import simulate
 
@@ -171,6 +173,7 @@ def expect_collectives(
     Raises:
         AssertionError: names the ranks, shows expected and made, and the lanes.
     """
+    __tracebackhide__ = True
     if isinstance(trace, Run):
         trace = trace.trace
     wanted: Any

@@ -78,16 +78,17 @@ def _note(
     trace: Trace, counts: dict[str, int], name: str, signature: inspect.Signature, args: Any, kwargs: Any
 ) -> None:
     try:
-        given = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
     except TypeError:
         return  # the call itself is about to fail with the better message
+    bound.apply_defaults()
+    given = bound.arguments
     group = given.get("group") or dist.group.WORLD
     if group is None or dist.get_rank(group) < 0:
         return
     label = "world" if group is dist.group.WORLD else str(getattr(group, "group_name", "group"))
     sent = next((given[key] for key in _SENT if given.get(key) is not None), None)
     tensors = [t for t in (sent if isinstance(sent, (list, tuple)) else [sent]) if isinstance(t, torch.Tensor)]
-    detail = " ".join(f"{key}={_word(given[key])}" for key in ("op", "src", "dst") if given.get(key) is not None)
     number = counts.get(label, 0)
     counts[label] = number + 1
     trace.append(
@@ -101,10 +102,15 @@ def _note(
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
             bytes=sum(t.numel() * t.element_size() for t in tensors),
             site=user_site(),
-            detail=detail,
+            detail=_detail(given),
         )
     )
 
 
-def _word(value: Any) -> str:
-    return str(value).rsplit(".", 1)[-1]
+def _detail(given: dict[str, Any]) -> str:
+    """Reduce op, root and peer in the words a simulated trace uses: "SUM", "from 1", "to 0"."""
+    words = [str(given["op"]).rsplit(".", 1)[-1]] if given.get("op") is not None else []
+    for key, word in (("src", "from"), ("group_src", "from"), ("dst", "to"), ("group_dst", "to")):
+        if given.get(key) is not None:
+            words.append(f"{word} {given[key]}")
+    return " ".join(words)

@@ -79,6 +79,7 @@ def replay(fn: Callable[[FakeGroup], Any], size: int) -> Run:
         RuntimeError: called inside another replay.
         ValueError: size < 1.
     """
+    __tracebackhide__ = True
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
     state = _Replay(fn, size)
@@ -182,6 +183,7 @@ class _Replay:
 
     def advance(self, outcomes: list[_Outcome]) -> bool:
         """Learn one more gather; True if all ranks have returned instead."""
+        __tracebackhide__ = True
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome.error, CollectiveError):
                 raise outcome.error
@@ -359,7 +361,8 @@ def _random_state() -> Iterator[Callable[[], None]]:
     numpy = sys.modules.get("numpy")
     python, cpu = random.getstate(), torch.get_rng_state()
     array = numpy.random.get_state() if numpy is not None else None
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    live = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if live else []
 
     def rewind() -> None:
         random.setstate(python)

@@ -45,7 +45,7 @@ class Answer:
 
 
 def serve(connection: Connection, log: str) -> None:
-    """Answer jobs until the other end closes. Everything printed goes to the file `log`."""
+    """Say "ready", then answer jobs until the other end closes. Everything printed goes to the file `log`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -53,6 +53,7 @@ def serve(connection: Connection, log: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    connection.send_bytes(b"ready")
     while True:
         try:
             job = pickle.loads(connection.recv_bytes())
