@@ -47,6 +47,13 @@ def why_not_triton(
     return unsupported_reason(dtype=dtype, heads=heads, dim=dim, pool_size=pool_size, budget=budget)
 
 
+def triton_pools(impl: str, k: Tensor, pool_size: int) -> bool:
+    """Whether the Triton kernel pools the keys ``k [T, B, D]``: ``impl`` allows it, and it can serve ``D`` and ``P``."""
+    if impl not in ("auto", "triton"):
+        return False
+    return why_not_triton(k.device.type, k.dtype, 1, k.shape[2], pool_size, 1) is None
+
+
 def choose(impl: str, q: Tensor, keys: Tensor, budget: int, pool_size: int) -> ModuleType:
     """The implementation module for ``impl``: the reference, the tiled torch path or the Triton path.
 

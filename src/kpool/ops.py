@@ -122,7 +122,7 @@ def fused_qk_topk_kpool(
         replication.check_replicated(inputs, shard.group_or_fail(), shard.rank, shard.size)
 
     grid = visibility.grid(tokens=tokens, batch=batch, pool_size=pool_size, device=q.device)
-    keys = pool_on_grid(k, gate_score, ape, grid, plain=cu_seqlens_kv is None, numerics=numerics)
+    keys = pool_on_grid(k, gate_score, ape, grid, plain=cu_seqlens_kv is None, numerics=numerics, impl=impl)
     dot_scale = float(q.shape[3]) ** -0.5 if numerics == "hf" else 1.0
     call = _Call(
         q,

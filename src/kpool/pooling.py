@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kpool.dispatch import triton_pools
 from kpool.grid import PoolGrid
 
 NUMERICS = ("megatron", "hf")
@@ -48,6 +49,7 @@ def pool_keys(
     cu_seqlens_kv: Tensor | None = None,
     *,
     numerics: str = "megatron",
+    impl: str = "auto",
 ) -> PooledKeys:
     """Pool the keys of a call.
 
@@ -58,6 +60,7 @@ def pool_keys(
         pool_size: ``P``.
         cu_seqlens_kv: int32 or int64 ``[docs + 1]``; the grid restarts at each document.
         numerics: ``"megatron"`` or ``"hf"``.
+        impl: as for ``fused_qk_topk_kpool``: ``"auto"`` and ``"triton"`` pool with the Triton kernel where it can serve.
 
     Returns:
         PooledKeys with ``N = T // P`` pool slots. Differentiable in ``k``, ``gate_score`` and ``ape``.
@@ -73,13 +76,61 @@ def pool_keys(
     else:
         grid = PoolGrid.packed(cu_seqlens_kv, k.shape[0], pool_size)
     plain = cu_seqlens_kv is None
-    return PooledKeys(pool_on_grid(k, gate_score, ape, grid, plain=plain, numerics=numerics), grid.starts(), pool_size)
+    keys = pool_on_grid(k, gate_score, ape, grid, plain=plain, numerics=numerics, impl=impl)
+    return PooledKeys(keys, grid.starts(), pool_size)
 
 
 def pool_on_grid(
-    k: Tensor, gate_score: Tensor | None, ape: Tensor | None, grid: PoolGrid, *, plain: bool, numerics: str
+    k: Tensor,
+    gate_score: Tensor | None,
+    ape: Tensor | None,
+    grid: PoolGrid,
+    *,
+    plain: bool,
+    numerics: str,
+    impl: str = "auto",
 ) -> Tensor:
     """Pooled keys ``[N, B, D]`` of ``k [T, B, D]`` on ``grid``; ``plain`` grids need no gather."""
+    if triton_pools(impl, k, grid.pool_size):
+        pooled: Tensor = _TritonPool.apply(k, gate_score, ape, grid, plain, numerics)  # type: ignore[no-untyped-call]
+        return pooled
+    return _pool_with_torch(k, gate_score, ape, grid, plain, numerics)
+
+
+class _TritonPool(torch.autograd.Function):
+    """Forward: the Triton kernel, so that the bits do not depend on whether a gradient is wanted. Backward: torch's."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        k: Tensor,
+        gate_score: Tensor | None,
+        ape: Tensor | None,
+        grid: PoolGrid,
+        plain: bool,
+        numerics: str,
+    ) -> Tensor:
+        from kpool.triton import launch
+
+        ctx.save_for_backward(k, gate_score, ape)  # type: ignore[arg-type]
+        ctx.call = (grid, plain, numerics)  # type: ignore[attr-defined]
+        return launch.pool(k, gate_score, ape, grid.starts(), grid.pool_size, numerics)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved: tuple[Tensor | None, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
+        inputs = [None if t is None else t.detach().requires_grad_() for t in saved]
+        grid, plain, numerics = ctx.call  # type: ignore[attr-defined]
+        with torch.enable_grad():
+            pooled = _pool_with_torch(inputs[0], inputs[1], inputs[2], grid, plain, numerics)  # type: ignore[arg-type]
+        given = [t for t in inputs if t is not None]
+        flowing = iter(torch.autograd.grad(pooled, given, grads[0]))
+        return (*(None if t is None else next(flowing) for t in inputs), None, None, None)
+
+
+def _pool_with_torch(
+    k: Tensor, gate_score: Tensor | None, ape: Tensor | None, grid: PoolGrid, plain: bool, numerics: str
+) -> Tensor:
     _, batch, dim = k.shape
     starts = None if plain else grid.starts()
     size = grid.pool_size
