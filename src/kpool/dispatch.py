@@ -48,7 +48,7 @@ def why_not_triton(
 
 
 def triton_pools(impl: str, k: Tensor, pool_size: int) -> bool:
-    """Whether the Triton kernel pools the keys ``k [T, B, D]``: ``impl`` allows it, and it can serve ``D`` and ``P``."""
+    """Whether the Triton kernel pools the keys ``k [T, B, D]``: ``impl`` allows it, and serves ``D`` and ``P``."""
     if impl not in ("auto", "triton"):
         return False
     return why_not_triton(k.device.type, k.dtype, 1, k.shape[2], pool_size, 1) is None

@@ -60,7 +60,7 @@ def pool_keys(
         pool_size: ``P``.
         cu_seqlens_kv: int32 or int64 ``[docs + 1]``; the grid restarts at each document.
         numerics: ``"megatron"`` or ``"hf"``.
-        impl: as for ``fused_qk_topk_kpool``: ``"auto"`` and ``"triton"`` pool with the Triton kernel where it can serve.
+        impl: as for ``fused_qk_topk_kpool``: ``"auto"`` and ``"triton"`` pool with the Triton kernel where it can.
 
     Returns:
         PooledKeys with ``N = T // P`` pool slots. Differentiable in ``k``, ``gate_score`` and ``ape``.
@@ -91,7 +91,7 @@ def pool_on_grid(
     impl: str = "auto",
 ) -> Tensor:
     """Pooled keys ``[N, B, D]`` of ``k [T, B, D]`` on ``grid``; ``plain`` grids need no gather."""
-    if triton_pools(impl, k, grid.pool_size):
+    if grid.num_pools and triton_pools(impl, k, grid.pool_size):
         pooled: Tensor = _TritonPool.apply(k, gate_score, ape, grid, plain, numerics)  # type: ignore[no-untyped-call]
         return pooled
     return _pool_with_torch(k, gate_score, ape, grid, plain, numerics)
