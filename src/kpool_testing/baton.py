@@ -1,11 +1,11 @@
 """One runs at a time: the scheduler behind `simulate`.
 
-Every rank has a thread and a seat. A thread runs only while its seat holds the baton; it hands the baton on when it must
-wait, and gets it back when it is its turn again. So execution is deterministic, state that belongs to a rank can follow
-the baton, and "nobody can run" is a deadlock that needs no timeout to be seen.
+Every rank has a thread and a seat. A thread runs only while its seat holds the baton; it hands the baton on when it
+must wait, and gets it back when it is its turn again. So execution is deterministic, state that belongs to a rank can
+follow the baton, and "nobody can run" is a deadlock that needs no timeout to be seen.
 
-A seat is ready (may run), blocked (waits for other ranks), asleep (wakes at a virtual time, when nobody else can run) or
-done. Time is virtual: sleeping takes no real time.
+A seat is ready (may run), blocked (waits for other ranks), asleep (wakes at a virtual time, when nobody else can run)
+or done. Time is virtual: sleeping takes no real time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Baton:
         size: number of seats.
         order: seats in the order of their turns; None is ascending.
         shuffle: if given, the next seat is drawn from this generator among those that can run.
-        on_stall: called when seats are blocked and none can run; returns True if it has woken one, else the run unwinds.
+        on_stall: called when seats are blocked and none can run; returns True if it has woken one,
+            else the run unwinds.
         on_leave, on_enter: called in the running thread when a seat gives the baton away and gets it.
     """
 

@@ -79,5 +79,5 @@ def all_to_all(inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
 
 def all_to_all_single(tensors: Sequence[Tensor], splits: Sequence[Sequence[int]]) -> list[Tensor]:
     """Per rank, [rows received, ...]: rank s cuts its dim 0 by `splits[s]` and sends piece r to rank r."""
-    pieces = [tensor.detach().split(list(sizes)) for tensor, sizes in zip(tensors, splits, strict=True)]
+    pieces = [torch.split(tensor.detach(), list(sizes)) for tensor, sizes in zip(tensors, splits, strict=True)]
     return [torch.cat([sent[rank] for sent in pieces]) for rank in range(len(tensors))]

@@ -1,31 +1,130 @@
 """What a real backend would refuse of one rank's own arguments.
 
-`check(dialect, kind, ...)` raises for arguments that the backend refuses, or that it accepts and spoils.
+`check(dialect, kind, ...)` raises for arguments that the backend refuses, or accepts and spoils:
+
+- "gloo" raises the exception types and texts that gloo of torch 2.13 raises on a CPU (compared with real processes in
+  `tests/testing/test_conformance_gloo.py`), and `RefusedError` where real gloo corrupts data or aborts;
+- "nccl" raises what the source of ProcessGroupNCCL says; no run on GPUs has confirmed these texts;
+- "portable" raises `RefusedError` for what either refuses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kpool_testing.backends import BITWISE, GLOO_DTYPES, all_tensors, check_gloo, check_nccl, refuse
 from kpool_testing.checks import RefusedError
 
 
 def check(dialect: str, kind: str, **arguments: Any) -> None:
-    """Raise what the dialect raises for these arguments; RefusedError for the dialect "portable"."""
-    if dialect == "portable":
-        for name, value in arguments.items():
-            for tensor in [value] if isinstance(value, Tensor) else value if isinstance(value, list) else []:
-                if isinstance(tensor, Tensor) and not tensor.is_contiguous():
-                    raise RefusedError(f"{kind}: expected {name} to be contiguous, got strides {tensor.stride()}")
-        if kind == "all_gather_single":
-            output, given, size = arguments["output"], arguments["input"], arguments["size"]
-            wanted = [size * given.shape[0], *given.shape[1:]] if given.dim() else None
-            if list(output.shape) != wanted or output.dtype != given.dtype:
-                raise RefusedError(f"{kind}: expected output {given.dtype}{wanted}, got {output.dtype}{list(output.shape)}")
+    """Raise what the dialect raises for these arguments of one rank; return if it takes them."""
+    _CHECKS[dialect](kind, arguments)
 
 
 def allows_uneven_lists(dialect: str) -> bool:
-    """Whether all_gather takes a different shape from each rank."""
+    """Whether all_gather of a list takes another shape from each rank, as NCCL does by broadcasting."""
     return dialect == "nccl"
+
+
+# -- both at once
+
+
+def _portable(kind: str, a: dict[str, Any]) -> None:
+    if kind == "recv_anysource":
+        raise RefusedError("recv from any source: NCCL has no such call, expected a source rank")
+    for name, tensor in all_tensors(a):
+        if not tensor.is_contiguous():
+            refuse(kind, name, "contiguous memory", tensor)
+        if tensor.dtype not in GLOO_DTYPES and not tensor.dtype.is_complex:
+            refuse(kind, name, "a dtype that both gloo and NCCL carry", tensor)
+    if "op" in a:
+        _portable_op(kind, a["op"], [tensor.dtype for _, tensor in all_tensors(a)])
+    specific = _PORTABLE.get(kind)
+    if specific is not None:
+        specific(kind, a)
+
+
+def _portable_op(kind: str, op: str, dtypes: Sequence[torch.dtype]) -> None:
+    if op in BITWISE or op == "PREMUL_SUM":
+        backend = "gloo" if op == "PREMUL_SUM" else "NCCL"
+        raise RefusedError(f"{kind}: {backend} has no ReduceOp.{op}, expected SUM, AVG, PRODUCT, MIN or MAX")
+    if op == "AVG" and not all(dtype.is_floating_point for dtype in dtypes):
+        raise RefusedError(f"{kind}: gloo refuses ReduceOp.AVG of {dtypes[0]}, expected a floating dtype")
+
+
+def _concatenated(kind: str, large: tuple[str, Tensor], small: tuple[str, Tensor], size: int) -> None:
+    (large_name, whole), (small_name, part) = large, small
+    if part.dim() == 0:
+        refuse(kind, small_name, "at least one dimension", part)
+    if whole.dtype != part.dtype:
+        refuse(kind, large_name, f"dtype {part.dtype}, as {small_name} has", whole)
+    wanted = [size * part.shape[0], *part.shape[1:]]
+    if list(whole.shape) != wanted:
+        form = f"shape {wanted}: {size} times {list(part.shape)} along dim 0, the one form that every backend takes"
+        refuse(kind, large_name, form, whole)
+
+
+def _portable_all_gather_single(kind: str, a: dict[str, Any]) -> None:
+    _concatenated(kind, ("output", a["output"]), ("input", a["input"]), a["size"])
+    if a["input"].requires_grad and torch.is_grad_enabled():
+        refuse(kind, "input", "requires_grad=False (gloo refuses it outside no_grad)", a["input"])
+
+
+def _same_as(kind: str, name: str, entries: Sequence[Tensor], like: Tensor, size: int) -> None:
+    if len(entries) != size:
+        raise RefusedError(f"{kind}: expected {name} of {size} tensors, got {len(entries)}")
+    for index, entry in enumerate(entries):
+        if entry.shape != like.shape or entry.dtype != like.dtype:
+            refuse(kind, f"{name}[{index}]", f"{like.dtype} {list(like.shape)}", entry)
+
+
+def _portable_all_to_all_single(kind: str, a: dict[str, Any]) -> None:
+    size = a["size"]
+    for name, splits in (("output", a["received"]), ("input", a["cut"])):
+        tensor = a[name]
+        if splits and len(splits) != size:
+            raise RefusedError(f"{kind}: expected {size} {name} splits, got {splits}")
+        if splits and sum(splits) != tensor.shape[0]:
+            refuse(kind, name, f"dim 0 of {sum(splits)}, the sum of the splits {splits}", tensor)
+        if not splits and tensor.shape[0] % size:
+            refuse(kind, name, f"a dim 0 that is a multiple of {size} where no splits are given", tensor)
+
+
+def _portable_reduce_scatter(kind: str, a: dict[str, Any]) -> None:
+    if len(a["inputs"]) != a["size"]:
+        raise RefusedError(f"{kind}: expected {a['size']} inputs, got {len(a['inputs'])}")
+    mine = a["inputs"][a["place"]]
+    if mine.shape != a["output"].shape:
+        refuse(kind, "output", f"shape {list(mine.shape)}, as this rank's input has", a["output"])
+
+
+def _portable_all_to_all(kind: str, a: dict[str, Any]) -> None:
+    # gloo wants every entry alike, NCCL does not; what gloo refuses is refused.
+    _same_as(kind, "inputs", a["inputs"], a["inputs"][0], a["size"])
+    _same_as(kind, "outputs", a["outputs"], a["outputs"][0], a["size"])
+
+
+_PORTABLE: dict[str, Callable[[str, dict[str, Any]], None]] = {
+    "all_gather_single": _portable_all_gather_single,
+    "all_gather": lambda k, a: _same_as(k, "outputs", a["outputs"], a["input"], a["size"]),
+    "reduce_scatter_single": lambda k, a: _concatenated(k, ("input", a["input"]), ("output", a["output"]), a["size"]),
+    "reduce_scatter": _portable_reduce_scatter,
+    "scatter": lambda k, a: (
+        _same_as(k, "inputs", a["inputs"], a["output"], a["size"]) if a["place"] == a["root"] else None
+    ),
+    "gather": lambda k, a: (
+        _same_as(k, "outputs", a["outputs"], a["input"], a["size"]) if a["place"] == a["root"] else None
+    ),
+    "all_to_all_single": _portable_all_to_all_single,
+    "all_to_all": _portable_all_to_all,
+}
+
+_CHECKS: dict[str, Callable[[str, dict[str, Any]], None]] = {
+    "gloo": check_gloo,
+    "nccl": check_nccl,
+    "portable": _portable,
+}

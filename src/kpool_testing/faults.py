@@ -3,8 +3,8 @@
     simulate(fn, 4, faults=[Raise(rank=2, at=5)])       # rank 2 raises at its call number 5, counted from 0
     simulate(fn, 4, faults=random_faults(seed=7, size=4, calls=10))
 
-One seed reproduces everything: which fault, where, and what is corrupted. Delays are virtual time: a rank that is late is
-one that everybody else waits for; nobody sleeps.
+One seed reproduces everything: which fault, where, and what is corrupted. Delays are virtual time: a rank that is late
+is one that everybody else waits for; nobody sleeps.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Reorder:
 Fault = Raise | Drop | Delay | Corrupt | Reorder
 
 
-def random_faults(seed: int, size: int, calls: int, kinds: Sequence[type] = (Raise, Drop, Delay, Corrupt)) -> list[Fault]:
+def random_faults(
+    seed: int, size: int, calls: int, kinds: Sequence[type] = (Raise, Drop, Delay, Corrupt)
+) -> list[Fault]:
     """One fault of a random kind on a random rank at one of its first `calls` calls, and sometimes a reordering.
 
     Raises ValueError if size or calls is below 1 or kinds is empty.
@@ -138,7 +140,9 @@ class Faults:
         simulation.baton.sleep(seat, fault.seconds, _Late(fault, what))
         limit = simulation.limit
         if limit is not None and simulation.baton.clock > limit:
-            raise LimitError(f"rank {seat.rank} was {fault.seconds:g} s late (injected fault) for {what}: limit {limit:g} s")
+            raise LimitError(
+                f"rank {seat.rank} was {fault.seconds:g} s late (injected fault) for {what}: limit {limit:g} s"
+            )
 
     def _corrupted(self, sent: Any) -> Any:
         if isinstance(sent, torch.Tensor):

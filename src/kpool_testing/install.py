@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C import _distributed_c10d as native
 
-from kpool_testing.isolation import RankState, RankWorlds
+from kpool_testing.isolation import RankState, RankWorld
 from kpool_testing.process_group import SimGroup
 
 if TYPE_CHECKING:
     from kpool_testing.world import Simulation
+
+# Parts of it are missing from torch's stubs.
+native: Any = torch._C._distributed_c10d
 
 _NAME = "kpool"
 _REGISTRY = ("backend_list", "backend_capability", "default_device_backend_map", "_plugins", "backend_type_map")
@@ -36,7 +38,7 @@ def installed(simulation: Simulation) -> Iterator[Callable[[Sequence[str]], Rank
     registry = {name: _copied(getattr(dist.Backend, name)) for name in _REGISTRY if hasattr(dist.Backend, name)}
     native._set_thread_isolation_mode(True)
     try:
-        c10d._world = RankWorlds(simulation.running_rank)
+        c10d._world = RankWorld()
         # Its default arguments bind the default group when it is imported: that must be none.
         importlib.import_module("torch.distributed.nn.functional")
 
@@ -75,7 +77,14 @@ def _create(simulation: Simulation, options: Any, backend_options: Any = None) -
 
 
 def _redirected(
-    simulation: Simulation, helper: Callable[..., Any], size: int, rank: int, ranks: Any, backend: Any, *rest: Any, **named: Any
+    simulation: Simulation,
+    helper: Callable[..., Any],
+    size: int,
+    rank: int,
+    ranks: Any,
+    backend: Any,
+    *rest: Any,
+    **named: Any,
 ) -> Any:
     """Create a simulated group whatever backend was asked for, and keep the name that was asked for."""
     group, store = helper(size, rank, ranks, _NAME, *rest, **named)

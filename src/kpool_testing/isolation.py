@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.overrides import _get_current_function_mode_stack
+import torch.overrides
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# Untyped in torch.
+_function_modes: Callable[[], Any] = torch.overrides._get_current_function_mode_stack
+_cuda_started: Callable[[], bool] = torch.cuda.is_initialized
 
 
 class CallerModes:
@@ -36,13 +38,14 @@ class CallerModes:
     """
 
     def __init__(self) -> None:
-        modes = list(_get_current_function_mode_stack())
+        modes: list[Any] = list(_function_modes())
         foreign = [mode for mode in modes if not isinstance(mode, DeviceContext)]
         foreign += _get_current_dispatch_mode_stack()
         if foreign:
             names = sorted({type(mode).__name__ for mode in foreign})
             raise RuntimeError(
-                f"simulate was called under {', '.join(names)}, which does not reach the ranks' threads; enter it inside fn"
+                f"simulate was called under {', '.join(names)}, which does not reach the ranks' threads; "
+                "enter it inside fn"
             )
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError("simulate was called inside a torch.func transform; apply the transform inside fn")
@@ -54,7 +57,7 @@ class CallerModes:
         kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
         self.device = torch.get_default_device() if modes else None
-        self.cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self.cuda = torch.cuda.current_device() if _cuda_started() else None
 
     def enter(self, stack: ExitStack) -> None:
         """Enter the modes in the current thread."""
@@ -72,29 +75,22 @@ class CallerModes:
             torch.cuda.set_device(self.cuda)
 
 
-class RankWorlds(c10d._World):
-    """Stands in for torch's record of process groups: its contents are those of the rank that holds the baton."""
-
-    def __init__(self, current: Callable[[], int]) -> None:
-        self.__dict__["_current"] = current
-        self.__dict__["_ranks"] = {}
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("_") or name == "pg_config_info":
-            return object.__getattribute__(self, name)
-        record = _record(self)
-        if name not in record:
-            record[name] = {"default_pg": lambda: None, "group_count": int, "comms": list}.get(name, dict)()
-        return record[name]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _record(self)[name] = value
+_FIELDS = tuple(
+    name for name, value in vars(c10d._World).items() if isinstance(value, property) and name != "pg_config_info"
+)
 
 
-def _record(worlds: RankWorlds) -> dict[str, Any]:
-    state = object.__getattribute__(worlds, "__dict__")
-    record: dict[str, Any] = state["_ranks"].setdefault(state["_current"](), {})
-    return record
+class RankWorld(c10d._World):
+    """One rank's record of its process groups, in the form in which torch keeps a process's."""
+
+    __slots__ = _FIELDS
+
+    def __init__(self) -> None:
+        for name in _FIELDS:
+            setattr(self, name, _EMPTY.get(name, dict)())
+
+
+_EMPTY: dict[str, Callable[[], Any]] = {"default_pg": lambda: None, "group_count": int, "comms": list}
 
 
 class ModuleGlobals:
@@ -145,8 +141,8 @@ def _own(value: Any) -> Any:
 class LazyRandom:
     """Python's and numpy's global generators, one state a rank; swapped only once a rank has drawn from them.
 
-    All ranks start from the caller's state. `probe` reads a few words of a generator's state, which is much cheaper than
-    taking all of it at each hand-off, and sees every draw and every seeding.
+    All ranks start from the caller's state. `probe` reads a few words of a generator's state, which is much cheaper
+    than taking all of it at each hand-off, and sees every draw and every seeding.
     """
 
     def __init__(self, probe: Callable[[], Any], take: Callable[[], Any], put: Callable[[Any], None]) -> None:
@@ -170,7 +166,7 @@ class LazyRandom:
 
 def python_random() -> LazyRandom:
     """The generator behind the module `random`."""
-    instance: Any = random._inst  # type: ignore[attr-defined]
+    instance: Any = random._inst
     address = id(instance) + object.__basicsize__
     words = ctypes.c_uint32 * 625
 
@@ -180,7 +176,7 @@ def python_random() -> LazyRandom:
 
     state = random.getstate()[1]
     known = sys.implementation.name == "cpython" and peek() == (state[624], state[0], state[1])
-    probe = (lambda: (peek(), instance.gauss_next)) if known else random.getstate
+    probe: Callable[[], Any] = (lambda: (peek(), instance.gauss_next)) if known else random.getstate
     return LazyRandom(probe, random.getstate, random.setstate)
 
 
@@ -212,12 +208,13 @@ class RankState:
         self.environment = dict(os.environ)
         self.generator = torch.default_generator
         self.torch_state = self.generator.get_state()
-        self.cuda_state = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self.cuda_state = torch.cuda.get_rng_state_all() if _cuda_started() else None
         self.dtype = torch.get_default_dtype()
         self.warnings = _warning_state()
         self.modules = [ModuleGlobals(name) for name in modules]
         self.lazy = [source for source in (python_random(), numpy_random()) if source is not None]
         self.ranks: list[tuple[Any, ...] | None] = [None] * size
+        self.worlds = [RankWorld() for _ in range(size)]
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
 
     def leave(self, rank: int) -> None:
@@ -231,6 +228,7 @@ class RankState:
 
     def enter(self, rank: int) -> None:
         """Put the rank's values in place."""
+        c10d._world = self.worlds[rank]
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
         kept = self.ranks[rank]
         if kept is None:

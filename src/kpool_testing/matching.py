@@ -1,4 +1,4 @@
-"""How the calls of different ranks find each other: the n-th call a rank makes on a group meets every other rank's n-th.
+"""How the calls of different ranks find each other: a rank's n-th call on a group meets every other rank's n-th.
 
 A `Slot` collects one call of all members. When all are there and agree, its results are computed once; each rank then
 takes its own. Point-to-point calls meet in a `Mailbox` instead.

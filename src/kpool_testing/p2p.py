@@ -1,14 +1,15 @@
 """Point-to-point calls: send, recv, isend, irecv and their batches.
 
-Messages between two ranks meet in the order in which they were posted. The portable dialect takes the stricter side of
-gloo and NCCL: a blocking send returns only when it has been received (NCCL; on gloo small messages are buffered), messages
-with different tags may not overtake each other (NCCL ignores tags), and there is no receive from any source.
+Messages between two ranks meet in the order in which they were posted; on gloo, in that order among those of one tag. A
+send is complete when its receive has been posted: two ranks that both send first are deadlocked, as on real gloo. The
+portable dialect takes the stricter side of gloo and NCCL: messages with different tags may not overtake each other
+(NCCL ignores tags), and there is no receive from any source (NCCL has none).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -67,15 +68,15 @@ class PointToPoint:
     key: str
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> PeerWork:
-        """Post a message to a rank of the group; complete when it has been received (gloo: at once)."""
+        """Post a message to a rank of the group; complete when the receive is there."""
         simulation = self._simulation
-        dialects.check(simulation.dialect, "send", size=len(self.ranks), place=self._place, tensors=tensors, peer=target)
+        dialects.check(
+            simulation.dialect, "send", size=len(self.ranks), place=self._place, tensors=tensors, peer=target
+        )
         work = self._peer_work("send", f"to {self.ranks[target]}", target, tag, tensors)
         sent = simulation.faults.apply(simulation, simulation.seat(), str(work), list(tensors))
         post = Post(self._place, target, tag, [tensor.detach().clone() for tensor in sent], work)
         simulation.mailbox(self.key).sends.append(post)
-        if simulation.dialect == "gloo":
-            work.done = True
         work.watch(tensors)
         self._meet()
         return work
@@ -91,7 +92,9 @@ class PointToPoint:
 
     def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> PeerWork:
         simulation = self._simulation
-        dialects.check(simulation.dialect, "recv", size=len(self.ranks), place=self._place, tensors=tensors, peer=source)
+        dialects.check(
+            simulation.dialect, "recv", size=len(self.ranks), place=self._place, tensors=tensors, peer=source
+        )
         whom = "from any" if source is None else f"from {self.ranks[source]}"
         work = self._peer_work("recv", whom, source, tag, tensors)
         work.outputs_arrive(tensors)
@@ -132,9 +135,6 @@ class PointToPoint:
                 simulation.baton.wake(post.work.owner)
             receive.work.payload = send.tensors
             receive.work.source = send.source if send.source is not None else -1
-
-    def _unsupported(self, name: str) -> Any:
-        raise NotImplementedError(f"{name} is not supported by simulated groups")
 
 
 def _complaint(send: Post, receive: Post, dialect: str) -> str | None:

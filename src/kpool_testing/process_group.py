@@ -1,7 +1,7 @@
 """The process group that `simulate` hands to each rank: a torch ProcessGroup whose calls meet in one process.
 
-Python callers reach its methods directly, functional collectives and DDP through torch's C++ trampoline; both spell some
-calls differently, and older torch releases too, so most methods have several names.
+Python callers reach its methods directly, functional collectives and DDP through torch's C++ trampoline; both spell
+some calls differently, and older torch releases too, so most methods have several names.
 """
 
 from __future__ import annotations
@@ -14,23 +14,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kpool_testing import collectives, dialects
+from kpool_testing.arguments import (
+    Pairs,
+    as_list,
+    describe,
+    dtype_name,
+    entries_match,
+    first_list,
+    reduce_op,
+    root_of,
+    shapes_match,
+    single,
+    splits_match,
+)
 from kpool_testing.p2p import PointToPoint
 from kpool_testing.works import JoinedWork, SimWork
 
 if TYPE_CHECKING:
-    from kpool_testing.matching import Request
     from kpool_testing.world import Simulation
 
-Pairs = tuple[tuple[str, Any], ...]
+# Typed as Any: torch's stub wants a store, and names arguments differently from release to release.
+_Base: Any = dist.ProcessGroup
 
 
-class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
+class SimGroup(PointToPoint, _Base):  # type: ignore[misc]
     """One rank's handle on one simulated group."""
 
     def __init__(self, simulation: Simulation, rank: int, ranks: tuple[int, ...], name: str) -> None:
         super().__init__(rank, len(ranks))
         self._simulation, self._place, self.ranks, self.key = simulation, rank, ranks, name
         self._name, self._desc = name, "undefined"
+        whole = name == "0" and len(ranks) == simulation.size
+        self._label = "world" if whole else f"{name} {list(ranks)}"
         self._seq = 0
         self._coalescing: list[SimWork] | None = None
         simulation.meet_group(name, ranks)
@@ -91,7 +106,7 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
 
     def label(self) -> str:
         """How reports call the group."""
-        return "world" if self.key == "0" and len(self.ranks) == self._simulation.size else f"{self.key} {list(self.ranks)}"
+        return self._label
 
     def next_seq(self) -> int:
         """The number of the next collective of this rank on this group."""
@@ -108,9 +123,7 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
     ) -> SimWork:
         coalescing = self._coalescing
         asynchronous = coalescing is not None or opts is None or bool(getattr(opts, "asyncOp", True))
-        work = self._simulation.post(
-            self, kind, fingerprint, sent, outputs, compute, async_op=asynchronous, **more
-        )
+        work = self._simulation.post(self, kind, fingerprint, sent, outputs, compute, async_op=asynchronous, **more)
         if coalescing is not None:
             coalescing.append(work)
         return work
@@ -155,7 +168,7 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
         """Fill a list with every rank's tensor."""
-        targets, source = _first_list(outputs), _single(inputs)
+        targets, source = first_list(outputs), single(inputs)
         self._check("all_gather", outputs=targets, input=source)
 
         def compute(sent: list[Tensor]) -> list[list[Tensor]]:
@@ -163,8 +176,8 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
             return [gathered] * len(sent)
 
         uneven = dialects.allows_uneven_lists(self._simulation.dialect)
-        fingerprint = (("dtype", _dtype(source)),) if uneven else describe(source)
-        agree = _entries_match if uneven else None
+        fingerprint = (("dtype", dtype_name(source)),) if uneven else describe(source)
+        agree = entries_match if uneven else None
         return self._post("all_gather", fingerprint, source, targets, compute, opts, inputs=[source], agree=agree)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimWork:
@@ -179,8 +192,8 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> SimWork:
         """Fill the root's list with every rank's tensor."""
-        source, root = _single(inputs), _root(opts)
-        targets = _first_list(outputs) if self._place == root else []
+        source, root = single(inputs), root_of(opts)
+        targets = first_list(outputs) if self._place == root else []
         self._check("gather", outputs=targets, input=source, root=root)
 
         def compute(sent: list[Tensor]) -> list[list[Tensor]]:
@@ -192,9 +205,9 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
 
     # -- reductions
 
-    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any) -> SimWork:
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, op: Any = None) -> SimWork:
         """Reduce in place on every rank."""
-        return self._all_reduce("all_reduce", _as_list(tensors), opts)
+        return self._all_reduce("all_reduce", as_list(tensors), opts if op is None else op)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> SimWork:
         """Several all_reduce in one call."""
@@ -212,7 +225,7 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> SimWork:
         """Reduce in place on the root."""
-        tensor, op, root = _single(tensors), reduce_op(opts), _root(opts)
+        tensor, op, root = single(tensors), reduce_op(opts), root_of(opts)
         self._check("reduce", tensors=[tensor], op=op, root=root)
 
         def compute(sent: list[Tensor]) -> list[list[Tensor | None]]:
@@ -257,7 +270,7 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> SimWork:
         """Reduce a list of one tensor per rank and keep this rank's."""
-        op, target, sources = reduce_op(opts), _single(outputs), _first_list(inputs)
+        op, target, sources = reduce_op(opts), single(outputs), first_list(inputs)
         self._check("reduce_scatter", output=target, inputs=sources, op=op)
 
         def compute(sent: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -268,9 +281,9 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
 
     # -- one to all, all to all
 
-    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> SimWork:
+    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any, root: int | None = None) -> SimWork:
         """Copy the root's tensors to every rank."""
-        targets, root = _as_list(tensors), _root(opts)
+        targets, root = as_list(tensors), root_of(opts if root is None else root)
         self._check("broadcast", tensors=targets, root=root)
 
         def compute(sent: list[list[Tensor]]) -> list[list[Tensor | None]]:
@@ -284,8 +297,8 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> SimWork:
         """Give every rank its tensor of the root's list."""
-        target, root = _single(outputs), _root(opts)
-        sources = _first_list(inputs) if self._place == root else []
+        target, root = single(outputs), root_of(opts)
+        sources = first_list(inputs) if self._place == root else []
         self._check("scatter", output=target, inputs=sources, root=root)
 
         def compute(sent: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -300,7 +313,11 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
     ) -> SimWork:
         """Exchange pieces of dim 0; splits give the pieces' lengths, equal ones by default."""
         self._check(
-            "all_to_all_single", output=output, input=input, received=list(output_splits or []), cut=list(input_splits or [])
+            "all_to_all_single",
+            output=output,
+            input=input,
+            received=list(output_splits or []),
+            cut=list(input_splits or []),
         )
         received = list(output_splits or []) or [output.shape[0] // len(self.ranks)] * len(self.ranks)
         cut = list(input_splits or []) or [input.shape[0] // len(self.ranks)] * len(self.ranks)
@@ -309,7 +326,7 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
             tensors, pieces = [part[0] for part in sent], [part[1] for part in sent]
             return [[tensor] for tensor in collectives.all_to_all_single(tensors, pieces)]
 
-        fingerprint = (("dtype", _dtype(input)), ("trailing shape", list(input.shape[1:])))
+        fingerprint = (("dtype", dtype_name(input)), ("trailing shape", list(input.shape[1:])))
         return self._post(
             "all_to_all_single",
             fingerprint,
@@ -318,7 +335,7 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
             compute,
             opts,
             inputs=[input],
-            agree=_splits_match,
+            agree=splits_match,
             detail=f"splits {cut}",
         )
 
@@ -331,9 +348,9 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
         def compute(sent: list[list[Tensor]]) -> list[list[Tensor]]:
             return collectives.all_to_all(sent)
 
-        fingerprint = (("dtypes", sorted({_dtype(tensor) for tensor in inputs})),)
+        fingerprint = (("dtypes", sorted({dtype_name(tensor) for tensor in inputs})),)
         return self._post(
-            "all_to_all", fingerprint, list(inputs), outputs, compute, opts, inputs=inputs, agree=_shapes_match
+            "all_to_all", fingerprint, list(inputs), outputs, compute, opts, inputs=inputs, agree=shapes_match
         )
 
     def barrier(self, opts: Any = None) -> SimWork:
@@ -346,77 +363,3 @@ class SimGroup(PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
 
     def _to(self, root: int) -> str:
         return f"to {self.ranks[root]}"
-
-
-def describe(*tensors: Tensor) -> Pairs:
-    """The part of a fingerprint that tells what tensors a rank sends."""
-    if len(tensors) == 1:
-        return (("shape", list(tensors[0].shape)), ("dtype", _dtype(tensors[0])))
-    shapes = [list(tensor.shape) for tensor in tensors]
-    return (("shapes", shapes), ("dtypes", [_dtype(tensor) for tensor in tensors]))
-
-
-def reduce_op(opts: Any) -> str:
-    """The name of the reduce op that options, or a bare op, ask for: SUM where they say nothing."""
-    if opts is None:
-        return "SUM"
-    op = getattr(opts, "reduceOp", opts)
-    return str(getattr(op, "op", op)).rsplit(".", 1)[-1]
-
-
-def _root(opts: Any) -> int:
-    return int(opts if isinstance(opts, int) else getattr(opts, "rootRank", 0))
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _as_list(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _single(tensors: Any) -> Tensor:
-    return tensors if isinstance(tensors, Tensor) else tensors[0]
-
-
-def _first_list(lists: Any) -> list[Tensor]:
-    return list(lists[0]) if lists and not isinstance(lists[0], Tensor) else list(lists)
-
-
-def _entries_match(requests: list[Request]) -> str | None:
-    """Complaint if a rank's list entries do not have the shapes that the others send."""
-    for request in requests:
-        for place, output in enumerate(request.outputs):
-            sent = requests[place].sent
-            if output.shape != sent.shape:
-                return (
-                    f"rank {request.rank} expects {list(output.shape)} from rank {requests[place].rank}, "
-                    f"which sends {list(sent.shape)}"
-                )
-    return None
-
-
-def _splits_match(requests: list[Request]) -> str | None:
-    """Complaint if what one rank sends to another is not what that one expects."""
-    for sender in requests:
-        for receiver in requests:
-            sends, expects = sender.sent[1][receiver.place], receiver.sent[2][sender.place]
-            if sends != expects:
-                return (
-                    f"rank {sender.rank} sends {sends} rows to rank {receiver.rank}, which expects {expects} "
-                    f"(input splits {sender.sent[1]} against output splits {receiver.sent[2]})"
-                )
-    return None
-
-
-def _shapes_match(requests: list[Request]) -> str | None:
-    """Complaint if a list entry of all_to_all has not the shape that its receiver expects."""
-    for sender in requests:
-        for receiver in requests:
-            sends, expects = sender.sent[receiver.place].shape, receiver.outputs[sender.place].shape
-            if sends != expects:
-                return (
-                    f"rank {sender.rank} sends {list(sends)} to rank {receiver.rank}, which expects {list(expects)}"
-                )
-    return None

@@ -21,8 +21,8 @@ _SLICE, _GRACE = 0.5, 2.0
 def watch(simulation: Simulation, limit: float | None) -> None:
     """Start the first rank and return when all have ended or the limit is over.
 
-    A rank that does not come back is interrupted at its next line of Python; one that is stuck in native code cannot be,
-    and its thread is left behind, which the error says.
+    A rank that does not come back is interrupted at its next line of Python; one that is stuck in native code cannot
+    be, and its thread is left behind, which the error says.
     """
     baton = simulation.baton
     spent = 0.0

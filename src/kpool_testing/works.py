@@ -167,3 +167,29 @@ class PeerWork(SimWork):
         return self.source
 
     _source_rank = source_rank
+
+
+class SlotWait:
+    """A rank waits for the others to join a collective."""
+
+    __slots__ = ("request", "slot")
+
+    def __init__(self, slot: Slot, request: Request) -> None:
+        self.slot, self.request = slot, request
+
+    def describe(self) -> str:
+        """The call, where it was made, who is missing."""
+        slot, request = self.slot, self.request
+        call = f"{request.kind}#{slot.seq} on group {slot.group} at {request.site}"
+        return f"waits in {call}; missing ranks {slot.missing()}"
+
+
+class PollWait:
+    """A rank polls a work that cannot complete."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def describe(self) -> str:
+        """The call that is polled."""
+        return f"polls {self.what}, which cannot complete"

@@ -9,9 +9,9 @@
     run.results          # [tensor([3., 3.]), tensor([3., 3.]), tensor([3., 3.])]
     print(run.trace.lanes())
 
-`fn` sees an initialised `torch.distributed`: the default group is simulated, `new_group`, `DeviceMesh`, DTensor, DDP and
-FSDP2 work, and names bound by `from torch.distributed import ...` work, because no collective is replaced: the group
-itself is a registered backend. A deadlock is known the moment no rank can run. Nothing stays changed afterwards.
+`fn` sees an initialised `torch.distributed`: the default group is simulated, `new_group`, `DeviceMesh`, DTensor, DDP
+and FSDP2 work, and names bound by `from torch.distributed import ...` work, because no collective is replaced: the
+group itself is a registered backend. A deadlock is known the moment no rank can run. Nothing stays changed afterwards.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from kpool_testing.process_group import SimGroup
 from kpool_testing.report import failure_of, raise_outcome, rank_lines
 from kpool_testing.trace import Call, Run, Trace, user_site
 from kpool_testing.watchdog import watch
-from kpool_testing.works import SimWork, SlotWork
+from kpool_testing.works import PollWait, SimWork, SlotWait, SlotWork
 
 DIALECTS = ("portable", "gloo", "nccl")
 _POLLS_WITHOUT_PROGRESS = 1000
 
+_hash_store: Any = torch._C._distributed_c10d.HashStore
 _active: list[Simulation] = []
 
 
@@ -168,7 +169,9 @@ class Simulation:
         raise_outcome(self)
         return Run([seat.result for seat in self.baton.seats], self.trace)
 
-    def _body(self, seat: Seat, fn: Callable[[SimGroup], Any], modes: CallerModes, context: contextvars.Context) -> None:
+    def _body(
+        self, seat: Seat, fn: Callable[[SimGroup], Any], modes: CallerModes, context: contextvars.Context
+    ) -> None:
         try:
             self.baton.take(seat)
             try:
@@ -191,7 +194,7 @@ class Simulation:
 
     def _join(self, rank: int) -> SimGroup:
         hook = sys.excepthook
-        dist.init_process_group("kpool", rank=rank, world_size=self.size, store=dist.HashStore())
+        dist.init_process_group("kpool", rank=rank, world_size=self.size, store=_hash_store())
         sys.excepthook = hook
         group = dist.group.WORLD
         if not isinstance(group, SimGroup):
@@ -287,9 +290,7 @@ class Simulation:
         shape = tuple(tensors[0].shape) if tensors else ()
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.trace.append(
-            Call(seat.rank, kind, group.label(), group.ranks, seq, shape, dtype, size, site, detail)
-        )
+        self.trace.append(Call(seat.rank, kind, group.label(), group.ranks, seq, shape, dtype, size, site, detail))
 
     def block_on(self, slot: Slot, request: Request) -> None:
         """Wait until the slot is complete."""
@@ -366,32 +367,6 @@ class Simulation:
     def dropped(self) -> list[Seat]:
         """Ranks that an injected fault has removed."""
         return [seat for seat in self.failures if isinstance(seat.error, DropOut)]
-
-
-class SlotWait:
-    """A rank waits for the others to join a collective."""
-
-    __slots__ = ("request", "slot")
-
-    def __init__(self, slot: Slot, request: Request) -> None:
-        self.slot, self.request = slot, request
-
-    def describe(self) -> str:
-        """The call, where it was made, who is missing."""
-        slot, request = self.slot, self.request
-        call = f"{request.kind}#{slot.seq} on group {slot.group} at {request.site}"
-        return f"waits in {call}; missing ranks {slot.missing()}"
-
-
-class PollWait:
-    """A rank polls a work that cannot complete."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def describe(self) -> str:
-        """The call that is polled."""
-        return f"polls {self.what}, which cannot complete"
 
 
 def _tensors(sent: Any) -> Sequence[torch.Tensor]:
