@@ -281,3 +281,20 @@ def listed(
         visibility=visibility,
         options=options,
     )
+
+
+def noisy(call: Call, seed: int = 0) -> Call:
+    """The same shapes and windows with random numbers: every product and sum rounds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator).to(like.dtype)
+
+    return replace(
+        call,
+        q=normal(call.q),
+        k=normal(call.k),
+        weights=normal(call.weights),
+        gate_score=normal(call.k),
+        ape=torch.randn(call.pool_size, call.k.shape[2], generator=generator),
+    )
