@@ -1,0 +1,105 @@
+"""The flag changes who scores which rows, and not one bit of output, gradients or selection."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kpool_testing import assert_replicated
+from tests.megatron.support import (
+    Case,
+    IgnoresFlag,
+    SharesLocalRows,
+    check_gathers,
+    run,
+    step,
+    whole,
+)
+
+pytestmark = pytest.mark.megatron
+
+LAYOUTS = {
+    "plain": Case(batch=2),
+    "bf16": Case(dtype=torch.bfloat16),
+    "packed": Case(docs=(13, 0, 3, 32)),
+    "packed, padded": Case(tokens=48, docs=(13, 3, 20), padded=(16, 4, 24)),
+    "sp": Case(sp=True, batch=2),
+    "sp, local keys": Case(sp=True, local_key=True),
+    "sp, packed": Case(sp=True, docs=(5, 43)),
+    "sp, local queries": Case(sp=True, local_query=True, local_key=True),
+    "sp, local queries, packed": Case(sp=True, local_query=True, docs=(20, 28)),
+    "no tail, block-wide": Case(options={"index_kpool_always_select_tail": False}),
+}
+layouts = pytest.mark.parametrize("case", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+def on_mesh(case: Case, tp: int, cp: int = 1) -> Case:
+    return Case(**{**vars(case), "tp": tp, "cp": cp})
+
+
+def compare(case: Case, backend: str = "fake", indexer: type | None = None) -> None:
+    """Flag on against off, bit for bit on every rank; the gather iff it should be there; and against one rank."""
+    off, on = (run(lambda world, c=c: step(world, c, indexer), case.tp * case.cp, backend) for c in flags(case))
+    check_gathers(off, case.with_flag(False))
+    check_gathers(on, case.with_flag(True))
+    for before, after in zip(off.results, on.results, strict=True):
+        assert_replicated([before, after], "flag off and on")
+    alone = Case(**{**vars(case), "tp": 1, "cp": 1, "sp": False, "local_query": False, "local_key": False})
+    one = run(lambda world: step(world, alone, indexer), 1)
+    for name in ("selection", "output"):
+        assert_replicated([whole(one, alone, name), whole(on, case, name)], f"{name} on one rank and on the mesh")
+
+
+def flags(case: Case) -> tuple[Case, Case]:
+    return case.with_flag(False), case.with_flag(True)
+
+
+@layouts
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_simulated(case: Case, size: int) -> None:
+    compare(on_mesh(case, size))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5, 50, 203])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_that_do_not_divide(tokens: int, size: int) -> None:
+    compare(Case(tp=size, tokens=tokens))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_real_processes(size: int) -> None:
+    for case in (LAYOUTS["plain"], LAYOUTS["packed, padded"], LAYOUTS["sp"], LAYOUTS["sp, local queries"]):
+        compare(on_mesh(case, size), "gloo")
+    compare(Case(tp=size, tokens=50), "gloo")
+
+
+def test_a_plan_can_be_chosen() -> None:
+    case = on_mesh(LAYOUTS["plain"], 2)
+
+    def cyclic(world: object) -> object:
+        from kpool.integrations.megatron import KPoolDSAIndexer
+
+        class Cyclic(KPoolDSAIndexer):
+            def __init__(self, *args: object, **kwargs: object) -> None:
+                super().__init__(*args, shard_plan="block_cyclic", **kwargs)
+
+        return step(world, case.with_flag(True), Cyclic)
+
+    contiguous = run(lambda world: step(world, case.with_flag(True)), 2)
+    for one, other in zip(contiguous.results, run(cyclic, 2).results, strict=True):
+        assert_replicated([one, other])
+
+
+def test_a_forgotten_flag_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="expected 2 gathers of selections, got 0"):
+        compare(Case(tp=2), indexer=IgnoresFlag)
+
+
+def test_sharing_local_rows_is_noticed() -> None:
+    case = on_mesh(LAYOUTS["sp, local queries"], 2)
+    with pytest.raises(AssertionError, match="expected 0 gathers"):
+        compare(case, indexer=SharesLocalRows)
+    # and it would be wrong, not merely wasteful
+    right, wrong = (run(lambda w, i=i: step(w, case.with_flag(True), i), 2) for i in (None, SharesLocalRows))
+    assert not torch.equal(whole(right, case, "selection"), whole(wrong, case, "selection"))
+    assert not torch.equal(whole(right, case, "output"), whole(wrong, case, "output"))
