@@ -84,9 +84,10 @@ def assert_matches_unsharded(
     *,
     cases: Iterable[Any] | None = None,
     combine: Callable[[list[Any]], Any] | None = None,
-    runner: Callable[[Callable[[Any], Any], int], Run] | None = None,
+    runner: Callable[..., Run] | None = None,
     rtol: float = 0.0,
     atol: float = 0.0,
+    **options: Any,
 ) -> int:
     """The oracle sweep: f(G) == f(1) for every group size and case.
 
@@ -101,6 +102,7 @@ def assert_matches_unsharded(
             return the whole result.
         runner: `runner(fn, size) -> Run`; `simulate` by default, `replay` or the fixture-like `run_ranks` will do.
         rtol, atol: where a reduction is crossed, a tolerance for floating-point tensors; 0 compares bits.
+        options: passed to the runner for every size, not for the group of one (`faults=[Corrupt(rank=1)]`, say).
 
     Returns:
         The number of comparisons made.
@@ -121,7 +123,7 @@ def assert_matches_unsharded(
         whole = _whole(runner(body, 1).results, combine)[0]
         for size in wanted:
             try:
-                parts = _whole(runner(body, size).results, combine)
+                parts = _whole(runner(body, size, **options).results, combine)
             except CollectiveError as error:
                 made += 1
                 failures.append(f"  size {size}{label}: {type(error).__name__}: {error}")
