@@ -36,6 +36,7 @@ from kpool_testing.matching import Answer, Request, Slot, poison, snapshot
 from kpool_testing.p2p import Mailbox
 from kpool_testing.process_group import SimGroup
 from kpool_testing.report import failure_of, raise_outcome, rank_lines
+from kpool_testing.store import SimStore
 from kpool_testing.trace import Call, Run, Trace, user_site
 from kpool_testing.watchdog import watch
 from kpool_testing.works import PollWait, SimWork, SlotWait, SlotWork
@@ -43,7 +44,6 @@ from kpool_testing.works import PollWait, SimWork, SlotWait, SlotWork
 DIALECTS = ("portable", "gloo", "nccl")
 _POLLS_WITHOUT_PROGRESS = 1000
 
-_hash_store: Any = torch._C._distributed_c10d.HashStore
 _active: list[Simulation] = []
 
 
@@ -131,6 +131,7 @@ class Simulation:
         self.trace = Trace(size=size)
         self.slots: dict[tuple[str, int], Slot] = {}
         self.group_ranks: dict[str, tuple[int, ...]] = {}
+        self.store = SimStore(self)
         self.mailboxes: dict[str, Mailbox] = {}
         self.messages: dict[tuple[str, int], int] = {}
         self.pending: list[dict[SimWork, None]] = [{} for _ in range(size)]
@@ -194,7 +195,7 @@ class Simulation:
 
     def _join(self, rank: int) -> SimGroup:
         hook = sys.excepthook
-        dist.init_process_group("kpool", rank=rank, world_size=self.size, store=_hash_store())
+        dist.init_process_group("kpool", rank=rank, world_size=self.size, store=self.store)
         sys.excepthook = hook
         group = dist.group.WORLD
         if not isinstance(group, SimGroup):
