@@ -194,9 +194,7 @@ class TestSharding:
         kpool_testing.expect_collectives(result.trace, {"all_gather_single": 1})
         assert len({made.shape for made in result.trace.calls}) == 1
 
-    def test_no_padding_row_between_batch_entries(
-        self, run: Callable[..., kpool_testing.Run], world_size: int
-    ) -> None:
+    def test_no_padding_row_between_batch_entries(self, run: Callable[..., kpool_testing.Run], world_size: int) -> None:
         call = BATCH.take(range(3))
         for tokens in run(lambda group: call.run(query_shard_group=group)).results:
             assert tokens.tolist() == [
@@ -209,9 +207,7 @@ class TestSharding:
         for tokens in run(lambda group: BATCH.run(query_shard_group=group)).results:
             assert tokens[:, 3].tolist() == [[2, 3, NO], [0, 1, NO]]
 
-    def test_keys_are_pooled_whole_on_every_rank(
-        self, run: Callable[..., kpool_testing.Run], world_size: int
-    ) -> None:
+    def test_keys_are_pooled_whole_on_every_rank(self, run: Callable[..., kpool_testing.Run], world_size: int) -> None:
         call = listed([5, 5, 1, 1], pool_size=2, topk=4)
         for tokens in run(lambda group: call.run(query_shard_group=group)).results:
             assert sorted(tokens[0, 3, :4].tolist()) == [0, 1, 2, 3]
