@@ -162,13 +162,16 @@ def gated_sum(keys: Tensor, gate: Tensor | None, ape: Tensor | None, numerics: s
     total = slots[0]
     for slot in slots[1:]:
         total = total + slot
+    probabilities = [slot / total for slot in slots]
     if numerics == "hf":
-        probabilities = torch.stack([slot / total for slot in slots], dim=1)
-        return (keys * probabilities.to(keys.dtype)).sum(1)
-    pooled = (slots[0] / total) * keys[:, 0].float()
-    for slot, key in zip(slots[1:], keys.unbind(1)[1:], strict=True):
-        pooled = pooled + (slot / total) * key.float()
-    return pooled.to(torch.bfloat16)
+        # torch.sum over the slots, written out: its own order of addition depends on the layout around them
+        terms = [(key * p.to(key.dtype)).float() for key, p in zip(keys.unbind(1), probabilities, strict=True)]
+    else:
+        terms = [p * key.float() for key, p in zip(keys.unbind(1), probabilities, strict=True)]
+    pooled = terms[0]
+    for term in terms[1:]:
+        pooled = pooled + term
+    return pooled.to(keys.dtype if numerics == "hf" else torch.bfloat16)
 
 
 def _slots(starts: Tensor, size: int) -> tuple[Tensor, Tensor]:
