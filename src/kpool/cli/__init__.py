@@ -4,16 +4,18 @@ Each command is a module with `add_parser(commands)`, which declares its argumen
 parsed arguments to an exit code.
 
 Exit codes: 0 yes; 1 no: a difference was found; 2 not decided: too few rows have a clear margin; 64 the command line
-or an input file cannot be used; 69 something that the command needs is missing here; 130 interrupted.
+or an input file cannot be used; 69 something that the command needs is missing here; 130 interrupted; 141 nobody
+reads the output.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
-from kpool.cli.exits import INTERRUPTED, UNAVAILABLE, USAGE, CommandError
+from kpool.cli.exits import BROKEN_PIPE, INTERRUPTED, UNAVAILABLE, USAGE, CommandError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,16 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(argv)
         return int(args.run(args))
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "kpool":
+        package = (error.name or "kpool").partition(".")[0]
+        if package in ("kpool", "kpool_testing"):
             raise
         print(  # noqa: T201
-            f"kpool: {error.name} is not installed; the command line needs: python -m pip install 'kpool[cli]'",
+            f"kpool: {package} is not installed; the command line needs: python -m pip install 'kpool[cli]'",
             file=sys.stderr,
         )
         return UNAVAILABLE
     except CommandError as error:
         print(f"kpool: error: {error}", file=sys.stderr)  # noqa: T201
         return error.code
+    except BrokenPipeError:  # `kpool plan | head`: nobody reads on, and the interpreter must not flush into it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         print("kpool: interrupted", file=sys.stderr)  # noqa: T201
         return INTERRUPTED

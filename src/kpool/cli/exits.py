@@ -8,6 +8,7 @@ UNDECIDED = 2
 USAGE = 64
 UNAVAILABLE = 69
 INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 
 class CommandError(Exception):

@@ -15,7 +15,8 @@ from kpool.cli.exits import OK, CommandError
 from kpool.cli.workload import document_edges, positive
 from kpool.dispatch import chunk_bytes
 from kpool.sharding import PLANS, ShardPlan
-from kpool.visibility import RowWindows, Visibility
+from kpool.visibility import Visibility
+from kpool.windows import RowWindows
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ from kpool.pooling import NUMERICS
 from kpool.selection import ORDERS
 from kpool.sharding import PLANS, ShardPlan
 from kpool.validation import IMPLS
-from kpool.visibility import RowWindows
+from kpool.windows import RowWindows
+from kpool_testing import CollectiveError, Run
+from kpool_testing import run_ranks as launch
 
 BACKENDS = ("replay", "fake", "gloo", "nccl")
 _REAL = {"gloo": {"timeout": 600.0}, "nccl": {"timeout": 600.0}}
@@ -83,7 +85,6 @@ def verify(args: argparse.Namespace) -> Outcome:
     device = check_device(args)
     call = load_call(args).to(device)
     given = None if args.expect is None else load_expected(args.expect, call)
-    windows = windows_of(call)
     plan = ShardPlan.of(args.shard_plan, call.q.shape[0], args.ranks)
     with view.progress() as progress:
         task = progress.add_task("unsharded call", total=4)
@@ -91,7 +92,7 @@ def verify(args: argparse.Namespace) -> Outcome:
         tokens = select(call, args)
         seconds = time.perf_counter() - began
         progress.update(task, completed=1, description=f"{args.ranks} ranks on {args.backend}")
-        ranks = rank_reports(run_ranks(call, tokens, args), call, windows, plan)
+        ranks = rank_reports(run_ranks(call, tokens, args), windows_of(call), plan)
         progress.update(task, completed=2, description="float64 reference")
         rows = sample_rows(call, plan, args.rows)
         reference = judge(call, tokens, rows, lambda done: progress.update(task, completed=2 + done))
@@ -151,7 +152,7 @@ def check_device(args: argparse.Namespace) -> torch.device:
 def windows_of(call: CapturedCall) -> RowWindows:
     """The row windows of a call."""
     sizes = {"rows": call.q.shape[0], "batch": call.q.shape[1], "tokens": call.k.shape[0]}
-    return checked(lambda: visibility_of(call).windows(**sizes, pool_size=call.pool_size, device=call.q.device))
+    return visibility_of(call).windows(**sizes, pool_size=call.pool_size, device=call.q.device)
 
 
 def select(call: CapturedCall, args: argparse.Namespace, group: Any = None) -> Tensor:
@@ -172,13 +173,8 @@ def select(call: CapturedCall, args: argparse.Namespace, group: Any = None) -> T
     return tokens
 
 
-def run_ranks(
-    call: CapturedCall, tokens: Tensor, args: argparse.Namespace
-) -> list[tuple[float, int, list[int] | None]]:
+def run_ranks(call: CapturedCall, tokens: Tensor, args: argparse.Namespace) -> Run:
     """Run the sharded call on every rank; each returns its seconds, how many rows are not `tokens`, and the first."""
-    from kpool_testing import CollectiveError
-    from kpool_testing import run_ranks as launch
-
     clock = time.thread_time if args.backend == "fake" and call.q.device.type == "cpu" else time.perf_counter
     device_each = args.backend == "nccl"
     options = argparse.Namespace(**{name: value for name, value in vars(args).items() if name != "run"})
@@ -196,21 +192,19 @@ def run_ranks(
         return seconds, count, differing.nonzero()[0].tolist() if count else None
 
     try:
-        return launch(body, args.ranks, backend=args.backend, **_REAL.get(args.backend, {})).results
+        return launch(body, args.ranks, backend=args.backend, **_REAL.get(args.backend, {}))
     except CollectiveError as error:
         raise CommandError(f"the ranks did not finish: {error}", DIFFERENT) from error
 
 
-def rank_reports(
-    found: list[tuple[float, int, list[int] | None]], call: CapturedCall, windows: RowWindows, plan: ShardPlan
-) -> list[RankReport]:
-    """Join what the ranks found with what the plan says about each."""
+def rank_reports(run: Run, windows: RowWindows, plan: ShardPlan) -> list[RankReport]:
+    """Join what the ranks found and sent with what the plan says about each."""
     work = (windows.pool_hi - windows.pool_lo).to(torch.int64).sum(0).cpu()
     total = max(1, int(work.sum()))
-    sent = call.q.shape[1] * plan.rows_per_rank * (call.index_topk // call.pool_size) * 4 if plan.size > 1 else 0
+    sent = [run.trace.total_bytes(rank) for rank in range(plan.size)]
     reports = []
-    for rank, (seconds, count, first) in enumerate(found):
+    for rank, (seconds, count, first) in enumerate(run.results):
         rows = plan.rows(rank)
         share = int(work[rows].sum()) / total
-        reports.append(RankReport(rank, len(rows), share, seconds, sent, sent * plan.size, count, first))
+        reports.append(RankReport(rank, len(rows), share, seconds, sent[rank], sum(sent), count, first))
     return reports
