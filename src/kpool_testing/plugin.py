@@ -179,7 +179,7 @@ def _keep(record: list[Any], trace: Trace | None) -> None:
 
         record.append(Trace())
     for kept in record:
-        kept.extend(trace.calls)
+        kept.extend(trace)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -173,7 +173,7 @@ def expect_collectives(
         rank: check this rank alone.
 
     Raises:
-        AssertionError: names the ranks, shows expected and made, and the lanes.
+        AssertionError: names the ranks, shows expected and made, and the lanes; also if no rank has run.
     """
     __tracebackhide__ = True
     if isinstance(trace, Run):
@@ -187,6 +187,8 @@ def expect_collectives(
     else:
         wanted = [canonical_kind(kind) for kind in expected]
     problems = []
+    if trace.size == 0:
+        problems.append("  no rank has run: an empty trace proves nothing")
     for one in range(trace.size) if rank is None else [rank]:
         made: Any = [canonical_kind(call.kind) for call in trace.of_rank(one)]
         if isinstance(wanted, dict):

@@ -106,9 +106,10 @@ class Trace:
         """Add the next call."""
         self.calls.append(call)
 
-    def extend(self, calls: Iterable[Call]) -> None:
-        """Add several calls, in order."""
-        self.calls.extend(calls)
+    def extend(self, other: Trace) -> None:
+        """Add another run's calls, in order."""
+        self._size = max(self.size, other.size)
+        self.calls.extend(other.calls)
 
     def __len__(self) -> int:
         return len(self.calls)

@@ -67,10 +67,15 @@ def test_without_a_marker_an_even_and_an_odd_size_run(inner: pytest.Pytester) ->
         assert len(collective_trace) == world_size
         fake_group(gathered, size=4)
         assert len(collective_trace) == world_size + 4
+
+    @pytest.mark.world_size(3)
+    def test_no_calls(fake_group, collective_trace):
+        fake_group(lambda group: None)
+        assert len(collective_trace) == 0 and collective_trace.size == 3
 """,
     )
     result = inner.runpytest_inprocess("-v")
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines_random(["*test_it?2ranks?*", "*test_it?3ranks?*"])
 
 

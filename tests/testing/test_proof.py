@@ -12,6 +12,7 @@ import torch.distributed as dist
 from kpool_testing import (
     FakeGroup,
     Run,
+    Trace,
     assert_matches_unsharded,
     assert_replicated,
     expect_collectives,
@@ -186,6 +187,11 @@ class TestExpectCollectives:
     def test_bytes_are_bounded(self) -> None:
         with pytest.raises(AssertionError, match="rank 1: sent 32 bytes, expected at most 31"):
             expect_collectives(self.run(), {"all_gather_single": 1}, max_bytes=31)
+
+    @pytest.mark.parametrize("expected", [{}, {"all_reduce": 1}])
+    def test_an_empty_trace_proves_nothing(self, expected: dict[str, int]) -> None:
+        with pytest.raises(AssertionError, match="no rank has run"):
+            expect_collectives(Trace(), expected)
 
     def test_one_rank_alone(self) -> None:
         expect_collectives(self.run(), ["all_gather_single"], rank=1)
