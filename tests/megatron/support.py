@@ -25,7 +25,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from kpool.integrations.megatron import KPoolDSAIndexer, kpool_config, kpool_dsa_module_spec
-from kpool_testing import Run, run_ranks
+from kpool_testing import Run, assert_replicated, run_ranks
 
 HIDDEN, LORA, TOPK, POOL, INDEX_HEADS, INDEX_DIM = 32, 24, 16, 4, 8, 16
 HEADS, HEAD_DIM, VALUE_DIM = 2, 12, 8
@@ -40,6 +40,7 @@ class Case:
         tokens, batch: `T` and `B`.
         sp: sequence parallelism; local_query, local_key: queries and keys are the rank's own rows only.
         docs: lengths of packed documents; padded: their padded lengths. Tokens after the last are padding rows.
+        mask: an explicit mask (causal, with holes); positions: `position_ids` are passed.
         flag: share the rows out.
         options: fields of `KPoolConfig`; config: fields of the model's config.
     """
@@ -53,6 +54,8 @@ class Case:
     local_key: bool = False
     docs: tuple[int, ...] = ()
     padded: tuple[int, ...] = ()
+    mask: bool = False
+    positions: bool = False
     flag: bool = False
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
@@ -70,29 +73,30 @@ class Case:
 
 def model_config(case: Case, **fields: Any) -> MLATransformerConfig:
     """A small model."""
-    sizes: dict[str, Any] = dict(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=24,
-        q_lora_rank=LORA,
-        kv_lora_rank=16,
-        qk_head_dim=8,
-        v_head_dim=8,
-        qk_pos_emb_head_dim=0,
-        rope_type="rope",
-        apply_rope_fusion=False,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        experimental_attention_variant="dsa",
-        dsa_indexer_n_heads=INDEX_HEADS,
-        dsa_indexer_head_dim=INDEX_DIM,
-        dsa_indexer_topk=TOPK,
-        dsa_indexer_rotate_activation=False,
-        tensor_model_parallel_size=case.tp,
-        context_parallel_size=case.cp,
-        sequence_parallel=case.sp,
-        params_dtype=case.dtype,
-    )
+    sizes: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 24,
+        "q_lora_rank": LORA,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "v_head_dim": 8,
+        "qk_pos_emb_head_dim": 0,
+        "rope_type": "rope",
+        "apply_rope_fusion": False,
+        "add_bias_linear": False,
+        "use_cpu_initialization": True,
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": INDEX_HEADS,
+        "dsa_indexer_head_dim": INDEX_DIM,
+        "dsa_indexer_topk": TOPK,
+        "dsa_indexer_rotate_activation": False,
+        "tensor_model_parallel_size": case.tp,
+        "context_parallel_size": case.cp,
+        "cp_comm_type": "allgather",
+        "sequence_parallel": case.sp,
+        "params_dtype": case.dtype,
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # of its own default
         return MLATransformerConfig(**{**sizes, **case.config, **fields})
@@ -171,9 +175,13 @@ def inputs(case: Case) -> dict[str, torch.Tensor]:
     """Global inputs `[T, B, ...]`, the same on every rank."""
     make = torch.Generator().manual_seed(case.tokens * 31 + case.batch)
     lead = (case.tokens, case.batch)
-    shapes = dict(
-        query=(HEADS, HEAD_DIM), key=(HEADS, HEAD_DIM), value=(HEADS, VALUE_DIM), x=(HIDDEN,), qr=(LORA,)
-    )
+    shapes = {
+        "query": (HEADS, HEAD_DIM),
+        "key": (HEADS, HEAD_DIM),
+        "value": (HEADS, VALUE_DIM),
+        "x": (HIDDEN,),
+        "qr": (LORA,),
+    }
     return {name: torch.randn(*lead, *shape, generator=make).to(case.dtype) for name, shape in shapes.items()}
 
 
@@ -188,19 +196,26 @@ def packed_params(case: Case) -> PackedSeqParams | None:
     )
 
 
+def hidden_tokens(case: Case) -> torch.Tensor:
+    """A mask of Megatron's kind, bool `[B, 1, T, T]`: causal, and one token in five hidden from later rows."""
+    holes = torch.rand(case.batch, 1, 1, case.tokens, generator=torch.Generator().manual_seed(2)) < 0.2
+    itself = torch.eye(case.tokens, dtype=torch.bool)
+    return torch.ones(case.tokens, case.tokens, dtype=torch.bool).triu(1) | (holes & ~itself)
+
+
 def cp_rows(case: Case, c: int) -> torch.Tensor:
-    """Positions of the rows of context-parallel rank `c`, int64 `[F]`."""
-    params = packed_params(case)
+    """Global rows of context-parallel rank `c`, int64 `[F]`: a zigzag per document, then its share of the padding."""
+    params, size, device = packed_params(case), case.tokens // case.cp, torch.device("cpu")
     if params is None or case.cp == 1:
-        return build_zigzag_cp_local_positions(case.tokens, case.cp, c, torch.device("cpu"))
+        return build_zigzag_cp_local_positions(case.tokens, case.cp, c, device)
     cu = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-    size = case.tokens // case.cp
-    return build_packed_allgather_cp_local_positions(cu, case.cp, c, torch.device("cpu"), output_size=size)
+    ranks = range(case.cp)
+    # Megatron numbers padding rows past the end with gaps; only their order counts
+    numbers = [build_packed_allgather_cp_local_positions(cu, case.cp, r, device, output_size=size) for r in ranks]
+    return torch.argsort(torch.argsort(torch.cat(numbers)))[c * size : (c + 1) * size]
 
 
-def step(
-    world: Any, case: Case, indexer: type | None = None, wrap: Callable[..., Any] | None = None
-) -> dict[str, Any]:
+def step(world: Any, case: Case, indexer: type | None = None, wrap: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Forward and backward on one rank.
 
     Returns:
@@ -215,23 +230,28 @@ def step(
     rows = cp_rows(case, mesh.c)
     share = rows.numel() // case.tp
     mine = rows[mesh.t * share : (mesh.t + 1) * share]
-    own = dict(
-        query=mine if case.local_query else rows,
-        key=mine if case.local_key else rows,
-        value=mine if case.local_key else rows,
-        x=mine if case.sp else rows,
-        qr=mine if case.sp else rows,
-    )
+    own = {
+        "query": mine if case.local_query else rows,
+        "key": mine if case.local_key else rows,
+        "value": mine if case.local_key else rows,
+        "x": mine if case.sp else rows,
+        "qr": mine if case.sp else rows,
+    }
     tensors = {name: tensor[own[name]].clone() for name, tensor in inputs(case).items()}
     leaves = [tensors[name].requires_grad_() for name in ("query", "key", "value")]
-    params = packed_params(case)
-    options = dict(attention_mask=None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
+    options: dict[str, Any] = {"attention_mask": None, "attn_mask_type": AttnMaskType.causal}
+    options["packed_seq_params"] = packed_params(case)
+    if case.mask:
+        hidden = hidden_tokens(case)[:, :, own["query"]]
+        options.update(attention_mask=hidden, attn_mask_type=None)
+    if case.positions:
+        options["position_ids"] = own["query"].expand(case.batch, -1)
     call = attention if wrap is None else wrap(attention)
     output = call(**tensors, **options)
     weight = torch.randn(case.tokens, *output.shape[1:], generator=torch.Generator().manual_seed(5))[own["query"]]
     (output * weight.to(output.dtype)).sum().backward()
     grads = [leaf.grad for leaf in leaves]
-    return dict(output=output.detach(), grads=grads, selection=seen[0], selections=seen, rows=own["query"])
+    return {"output": output.detach(), "grads": grads, "selection": seen[0], "selections": seen, "rows": own["query"]}
 
 
 def gathers(run: Run) -> list[Any]:
@@ -257,6 +277,25 @@ def whole(run: Run, case: Case, name: str) -> torch.Tensor:
     rows = torch.cat([part["rows"] for part in parts])
     together = torch.cat([part[name] for part in parts], dim=dim)
     return together.index_select(dim, torch.argsort(rows))
+
+
+def on_mesh(case: Case, tp: int, cp: int = 1) -> Case:
+    """The same case on a mesh."""
+    return replace(case, tp=tp, cp=cp)
+
+
+def compare(case: Case, backend: str = "fake", indexer: type | None = None) -> None:
+    """Flag on against off, bit for bit on every rank; the gather iff it should be there; and against one rank."""
+    cases = case.with_flag(False), case.with_flag(True)
+    off, on = (run(lambda world, c=c: step(world, c, indexer), case.tp * case.cp, backend) for c in cases)
+    check_gathers(off, cases[0])
+    check_gathers(on, cases[1])
+    for before, after in zip(off.results, on.results, strict=True):
+        assert_replicated([before, after], "flag off and on")
+    alone = replace(case, tp=1, cp=1, sp=False, local_query=False, local_key=False)
+    one = run(lambda world: step(world, alone, indexer), 1)
+    for name in ("selection", "output"):
+        assert_replicated([whole(one, alone, name), whole(on, case, name)], f"{name} on one rank and on the mesh")
 
 
 class IgnoresFlag(KPoolDSAIndexer):

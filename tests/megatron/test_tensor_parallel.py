@@ -10,7 +10,8 @@ from tests.megatron.support import (
     Case,
     IgnoresFlag,
     SharesLocalRows,
-    check_gathers,
+    compare,
+    on_mesh,
     run,
     step,
     whole,
@@ -28,30 +29,12 @@ LAYOUTS = {
     "sp, packed": Case(sp=True, docs=(5, 43)),
     "sp, local queries": Case(sp=True, local_query=True, local_key=True),
     "sp, local queries, packed": Case(sp=True, local_query=True, docs=(20, 28)),
-    "no tail, block-wide": Case(options={"index_kpool_always_select_tail": False}),
+    "mask": Case(mask=True, batch=2),
+    "sp, mask": Case(sp=True, mask=True),
+    "positions": Case(sp=True, local_query=True, positions=True),
+    "no tail": Case(options={"index_kpool_always_select_tail": False}),
 }
 layouts = pytest.mark.parametrize("case", LAYOUTS.values(), ids=LAYOUTS.keys())
-
-
-def on_mesh(case: Case, tp: int, cp: int = 1) -> Case:
-    return Case(**{**vars(case), "tp": tp, "cp": cp})
-
-
-def compare(case: Case, backend: str = "fake", indexer: type | None = None) -> None:
-    """Flag on against off, bit for bit on every rank; the gather iff it should be there; and against one rank."""
-    off, on = (run(lambda world, c=c: step(world, c, indexer), case.tp * case.cp, backend) for c in flags(case))
-    check_gathers(off, case.with_flag(False))
-    check_gathers(on, case.with_flag(True))
-    for before, after in zip(off.results, on.results, strict=True):
-        assert_replicated([before, after], "flag off and on")
-    alone = Case(**{**vars(case), "tp": 1, "cp": 1, "sp": False, "local_query": False, "local_key": False})
-    one = run(lambda world: step(world, alone, indexer), 1)
-    for name in ("selection", "output"):
-        assert_replicated([whole(one, alone, name), whole(on, case, name)], f"{name} on one rank and on the mesh")
-
-
-def flags(case: Case) -> tuple[Case, Case]:
-    return case.with_flag(False), case.with_flag(True)
 
 
 @layouts

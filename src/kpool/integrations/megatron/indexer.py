@@ -259,9 +259,7 @@ class KPoolDSAIndexer(DSAIndexer):  # type: ignore[misc]
         """`(None, tokens)`: scores serve the indexer loss alone, which is refused."""
         return None, self.forward(x, qr, mask, packed_seq_params)
 
-    def forward_before_topk(
-        self, x: Tensor, qr: Tensor, packed_seq_params: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_before_topk(self, x: Tensor, qr: Tensor, packed_seq_params: Any = None) -> NoReturn:
         """Refused: keys without their gates would be selected token by token.
 
         Raises:
