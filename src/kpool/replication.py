@@ -9,6 +9,7 @@ Shapes: ``G`` ranks; tensors are compared by their bytes, row = index along dime
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -90,7 +91,7 @@ def _multipliers(count: int, device: torch.device) -> Tensor:
 
 def _row_checksums(tensor: Tensor) -> Tensor:
     """int64 ``[rows]``, one checksum of the bytes of each row (of the whole, for a scalar)."""
-    flat = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1)
+    flat = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, math.prod(tensor.shape[1:]))
     columns = flat.shape[1]
     factors = _multipliers(columns, tensor.device)
     sums = torch.zeros(flat.shape[0], dtype=torch.int64, device=tensor.device)
