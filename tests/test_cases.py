@@ -1,7 +1,7 @@
 """Faults that users of other systems met, as the smallest input that shows each, with the right value.
 
-Shorthand as in `support.calls.listed`: one head, one dimension, q and weights 1, causal bounds, keys listed by slot. A row
-is `K` pool slots, then `P - 1` tail slots; -1 is unused.
+Shorthand as in `support.calls.listed`: one head, one dimension, q and weights 1, causal bounds, keys listed by slot.
+A row is `K` pool slots, then `P - 1` tail slots; -1 is unused.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class TestSelection:
             pytest.param(listed(**GATED), {4: [2, 3, 4]}, id="plain-mean-would-be-this"),
             pytest.param(
                 listed([1] * 8, pool_size=2, topk=2, rows=4, ends=[8] * 4, query=-ONE),
-                dict.fromkeys(range(4), [0, 1, NO]),
+                dict(enumerate([[0, 1, NO]] * 4)),
                 id="ties-go-to-the-lowest-pool",
             ),
         ],

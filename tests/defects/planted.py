@@ -70,7 +70,7 @@ def _replace_select(patch: pytest.MonkeyPatch, select: Callable[..., Tensor]) ->
 
 
 def _per_row(patch: pytest.MonkeyPatch, pick: Callable[..., Tensor]) -> None:
-    """An implementation whose rows are picked by `pick(scores, visible, budget, order)` from the scores of all pools."""
+    """An implementation whose rows are picked by `pick(scores, visible, budget, order)` from all scores."""
 
     def select(
         q: Tensor,
