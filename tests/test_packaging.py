@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import entry_points, metadata, version
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def test_the_installed_metadata() -> None:
     assert scripts["kpool"] == "kpool.cli:main"
 
 
+@cache
 def _imports(path: Path) -> set[str]:
     """Dotted names a module imports, wherever in its text; names for type checkers alone count too."""
     found = set()
