@@ -115,11 +115,11 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def run(fn: Callable[[Any], Any], size: int, backend: str = "fake") -> Run:
-    """`fn(group)` on simulated or real ranks, with Megatron's allocations on the CPU."""
+def run(fn: Callable[[Any], Any], size: int, backend: str = "fake", **options: Any) -> Run:
+    """`fn(group)` on simulated or real ranks, with Megatron's allocations on the CPU; options for `simulate`."""
     if backend == "fake":
         with on_cpu():
-            return run_ranks(fn, size, backend)
+            return run_ranks(fn, size, backend, **options)
 
     def body(group: Any) -> Any:
         with on_cpu():
