@@ -1,5 +1,6 @@
 """kpool: exact, memory-bounded k-pool token selection for GLM-5.3-Flash sparse attention, sharded over query rows."""
 
+from kpool.attention import KPoolSparseAttention
 from kpool.captures import capture
 from kpool.config import KPoolConfig
 from kpool.indexer import KPoolIndexer
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "KPoolConfig",
     "KPoolIndexer",
+    "KPoolSparseAttention",
     "PooledKeys",
     "ShardPlan",
     "Visibility",
