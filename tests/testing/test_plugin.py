@@ -68,6 +68,12 @@ def test_without_a_marker_an_even_and_an_odd_size_run(inner: pytest.Pytester) ->
         fake_group(gathered, size=4)
         assert len(collective_trace) == world_size + 4
 
+    @pytest.mark.world_size(2)
+    def test_failed_runs(fake_group, collective_trace):
+        with pytest.raises(RuntimeError):
+            fake_group(lambda group: gathered(group) if group.rank() == 0 else None)
+        assert len(collective_trace) == 1
+
     @pytest.mark.world_size(3)
     def test_no_calls(fake_group, collective_trace):
         fake_group(lambda group: None)
@@ -75,7 +81,7 @@ def test_without_a_marker_an_even_and_an_odd_size_run(inner: pytest.Pytester) ->
 """,
     )
     result = inner.runpytest_inprocess("-v")
-    result.assert_outcomes(passed=3)
+    result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines_random(["*test_it?2ranks?*", "*test_it?3ranks?*"])
 
 

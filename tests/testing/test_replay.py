@@ -226,6 +226,22 @@ def test_code_that_swallows_everything_still_waits() -> None:
     assert replay(stubborn, 2).results[1].tolist() == [0, 1, 10, 11]
 
 
+def test_code_that_turns_everything_into_its_own_error_still_waits() -> None:
+    def relabel(group: FakeGroup) -> torch.Tensor:
+        try:
+            return gathered(mine(group), group)
+        except BaseException as error:
+            raise ValueError("lost") from error
+
+    assert replay(relabel, 2).results[1].tolist() == [0, 1, 10, 11]
+
+
+def test_a_buffer_that_ranks_share_does_not_mix_what_they_sent() -> None:
+    scratch = torch.zeros(2, dtype=torch.int64)
+    run = replay(lambda group: gathered(scratch.copy_(mine(group)), group).tolist(), 3)
+    assert run.results == [[0, 1, 10, 11, 20, 21]] * 3
+
+
 def post(group: FakeGroup) -> tuple[Any, torch.Tensor, torch.Tensor]:
     given = torch.full((2,), float(group.rank()))
     output = torch.zeros(2 * group.size())
