@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kpool.attention import AttentionShape, KPoolSparseAttention
 from kpool.config import KPoolConfig
+from kpool.indexer import IndexerCache, KPoolIndexer
 from kpool.parallel import packed_order, zigzag_positions
 from kpool.sparse import sparse_attention
 from kpool_testing import assert_replicated, simulate
@@ -372,7 +374,7 @@ class TestSparseAttention:
         leaves = [t.requires_grad_() for t in (q, latent, weight)]
 
         def call(*leaves: Tensor) -> Tensor:
-            return sparse_attention(*leaves, tokens, value_dim=5, layout=layout, tile=2)
+            return sparse_attention(*leaves, tokens, value_dim=5, layout=layout, tile=2, recompute=False)
 
         assert torch.autograd.gradcheck(call, leaves)
 
@@ -403,6 +405,48 @@ class TestSparseAttention:
             sparse_attention(q, latent, weight, tokens[:, 1:], value_dim=5)
         with pytest.raises(ValueError, match="kv_weight: expected"):
             sparse_attention(q, latent, weight[1:], tokens, value_dim=5)
+
+
+class TestNoHostSync:
+    """Fake tensors hold no values: reading one back to the host, as `.item()` does, would raise here."""
+
+    @staticmethod
+    def fake(module: torch.nn.Module, device: torch.device) -> Any:
+        for part in module.modules():
+            for name, value in part._parameters.items():
+                if value is not None:
+                    empty = torch.empty(value.shape, dtype=value.dtype, device=device)
+                    part._parameters[name] = torch.nn.Parameter(empty, requires_grad=value.requires_grad)
+        return module
+
+    @pytest.mark.parametrize("layout", ["absorbed", "plain"])
+    @pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+    def test_attention_forward_and_backward(self, kind: str, layout: str, device: torch.device) -> None:
+        with FakeTensorMode():
+            module = self.fake(KPoolSparseAttention(KPoolConfig(**SIZES), SHAPE, layout=layout, impl="torch"), device)
+            x = torch.empty(2, 150, 48, device=device, requires_grad=True)
+            cu = torch.empty(4, dtype=torch.int32, device=device) if kind == "packed" else None
+            mask = torch.empty(2, 150, dtype=torch.bool, device=device) if kind == "padded" else None
+            out, tokens = module(x, mask, cu_seqlens=cu)
+            out.sum().backward()
+            assert out.shape == (2, 150, 48)
+            assert tokens.shape == (2, 150, 19)
+            assert x.grad is not None
+
+    @pytest.mark.parametrize("numerics", ["megatron", "hf"])
+    def test_decoding(self, numerics: str, device: torch.device) -> None:
+        with FakeTensorMode():
+            module = self.fake(KPoolIndexer(KPoolConfig(**SIZES), numerics, impl="torch"), device)
+            cache = IndexerCache()
+            for rows in (70, 1, 3):
+                x, r = torch.empty(2, rows, 48, device=device), torch.empty(2, rows, 24, device=device)
+                mask = torch.empty(2, rows, dtype=torch.bool, device=device)
+                assert module(x, r, mask, cache).shape == (2, rows, 19)
+
+    def test_zigzag(self, device: torch.device) -> None:
+        with FakeTensorMode():
+            cu = torch.empty(4, dtype=torch.int32, device=device)
+            assert packed_order(12, cu, 4).shape == (48,)
 
 
 class TestZigzag:

@@ -4,8 +4,8 @@
     absorbed   q_h W_k,h meets the latent itself, gathered at the selected tokens; W_v,h is applied to the result
 
 The plain layout is what the Hugging Face module computes; its work grows with all tokens. The absorbed layout touches
-only the selected ones. Rows are dealt into tiles of a fixed size, so a row's bits do not depend on how many rows come with
-it. (On its place in a tile they may depend where a head is narrower than 12: there a BLAS treats edge rows apart.)
+only the selected ones. Rows are dealt into tiles of a fixed size, so a row's bits do not depend on how many rows come
+with it. (On its place in a tile they may, where a head is narrower than 12: a BLAS treats edge rows apart there.)
 A row that selects nothing gives zeros.
 
 Shapes: `S` rows, `T` tokens, `B` batch, `A` attention heads, `E` query dim, `V` value dim, `L` latent dim, `W` slots.
