@@ -100,10 +100,10 @@ class Baton:
         self.on_leave(seat)
         following = self._next(seat)
         self.running = None
-        if following is None:
-            self.finished.release()
-        else:
+        if following is not None and following.lock.locked():
             following.lock.release()
+        elif following is None and self.finished.locked():
+            self.finished.release()
 
     def block(self, seat: Seat, wait: Wait) -> None:
         """Wait until another seat calls `wake` on this one; raises Unwind if the run has failed by then."""

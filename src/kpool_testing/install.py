@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.c10d_logger as c10d_logger
 import torch.distributed.distributed_c10d as c10d
 
 from kpool_testing.isolation import RankState, RankWorld
@@ -34,6 +35,7 @@ def installed(simulation: Simulation) -> Iterator[Callable[[Sequence[str]], Rank
     already exists is out of sight and comes back untouched.
     """
     world, helper, hook, threads = c10d._world, c10d._new_process_group_helper, sys.excepthook, torch.get_num_threads()
+    describe = getattr(c10d_logger, "_get_msg_dict", None)
     names = {name: getattr(c10d, name) for name in ("_backend", "_default_pg_init_method")}
     registry = {name: _copied(getattr(dist.Backend, name)) for name in _REGISTRY if hasattr(dist.Backend, name)}
     native._set_thread_isolation_mode(True)
@@ -44,11 +46,15 @@ def installed(simulation: Simulation) -> Iterator[Callable[[Sequence[str]], Rank
 
         dist.Backend.register_backend(_NAME, partial(_create, simulation), extended_api=True, devices=["cpu", "cuda"])
         c10d._new_process_group_helper = partial(_redirected, simulation, helper)
+        # Torch logs a failed call with the version of NCCL where a group claims to be NCCL's; there may be none.
+        c10d_logger._get_msg_dict = _message  # type: ignore[assignment]
         torch.set_num_threads(1)
         yield partial(RankState, simulation.size, simulation.seed)
     finally:
         torch.set_num_threads(threads)
         c10d._world, c10d._new_process_group_helper, sys.excepthook = world, helper, hook
+        if describe is not None:
+            c10d_logger._get_msg_dict = describe
         for name, value in names.items():
             setattr(c10d, name, value)
         for name, value in registry.items():
@@ -61,6 +67,10 @@ def installed(simulation: Simulation) -> Iterator[Callable[[Sequence[str]], Rank
 def leave_groups() -> None:
     """Forget the calling rank's groups in torch's C++ registry, which would outlive its thread."""
     native._unregister_all_process_groups()
+
+
+def _message(name: str, *arguments: Any, **named: Any) -> dict[str, Any]:
+    return {"func_name": name}
 
 
 def _copied(value: Any) -> Any:

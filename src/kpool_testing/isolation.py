@@ -273,9 +273,15 @@ def rank_seed(seed: int, rank: int) -> int:
     return (seed * 1_000_003 + 7919 * (rank + 1)) % (2**63)
 
 
+_NOISE: list[Any] = [
+    ("ignore", re.compile(r"`?torch\.distributed\.[\w.]+`? is deprecated"), FutureWarning, None, 0),
+    ("ignore", re.compile(r"Attempted to get default timeout for nccl backend"), UserWarning, None, 0),
+]
+
+
 def _quiet(filters: Any) -> list[Any]:
-    """A rank's own copy of the filters, in which torch's old names for collectives are not worth a warning."""
-    return [("ignore", re.compile(r"`torch\.distributed\.\w+` is deprecated"), FutureWarning, None, 0), *filters]
+    """A rank's own copy of the filters: torch's old names and a missing NCCL are not worth a warning here."""
+    return [*_NOISE, *filters]
 
 
 def _warning_state() -> tuple[Any, ...]:

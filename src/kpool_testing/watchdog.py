@@ -15,7 +15,7 @@ from kpool_testing.report import failure_of, rank_lines
 if TYPE_CHECKING:
     from kpool_testing.world import Simulation
 
-_SLICE, _GRACE = 0.5, 2.0
+_SLICE, _GRACE = 0.5, 1.0
 
 
 def watch(simulation: Simulation, limit: float | None) -> None:
@@ -66,10 +66,14 @@ def _interrupt(simulation: Simulation) -> list[int]:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Unwind))
         if baton.finished.acquire(timeout=0.05):
             return []
+    simulation.abandoned = True
     stuck = baton.running
     for seat in baton.seats:
         if seat is not stuck and seat.status != DONE and seat.lock.locked():
             seat.lock.release()
+    for seat in baton.seats:
+        if seat is not stuck and seat.thread is not None:
+            seat.thread.join(_GRACE)
     return [seat.rank for seat in (stuck,) if seat is not None]
 
 

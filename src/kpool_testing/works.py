@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
+from torch.utils._pytree import tree_leaves
 
 from kpool_testing.matching import Watched, deliver
 
@@ -193,3 +195,14 @@ class PollWait:
     def describe(self) -> str:
         """The call that is polled."""
         return f"polls {self.what}, which cannot complete"
+
+
+def wait_for_results(value: Any) -> None:
+    """Complete the functional collectives among what a rank returns: outside of the rank nobody could wait for them."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is None:
+        return
+    for leaf in tree_leaves(value):
+        tensor = getattr(leaf, "_local_tensor", leaf)
+        if isinstance(tensor, functional.AsyncCollectiveTensor):
+            tensor.wait()

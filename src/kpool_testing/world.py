@@ -39,7 +39,7 @@ from kpool_testing.report import failure_of, raise_outcome, rank_lines
 from kpool_testing.store import SimStore
 from kpool_testing.trace import Call, Run, Trace, user_site
 from kpool_testing.watchdog import watch
-from kpool_testing.works import PollWait, SimWork, SlotWait, SlotWork
+from kpool_testing.works import PollWait, SimWork, SlotWait, SlotWork, wait_for_results
 
 DIALECTS = ("portable", "gloo", "nccl")
 _POLLS_WITHOUT_PROGRESS = 1000
@@ -90,6 +90,7 @@ def simulate(
         RuntimeError: called inside another simulation, or under torch modes that cannot reach the ranks.
         ValueError: size, dialect, order or limit out of range.
     """
+    __tracebackhide__ = True
     _check_arguments(size, dialect, order, limit)
     simulation = Simulation(size, dialect, order, seed, faults, backend, allow_unwaited)
     return simulation.run(fn, isolate, limit)
@@ -139,6 +140,7 @@ class Simulation:
         self.failure: CollectiveError | None = None
         self.lines: list[str] | None = None
         self.limit: float | None = None
+        self.abandoned = False  # a thread was left behind: what still runs must not touch the process's state
         shuffled = order == "shuffled" or self.faults.reorder
         turns = None if order is None or isinstance(order, str) else order
         shuffle = random.Random(seed) if shuffled else None
@@ -149,6 +151,7 @@ class Simulation:
 
     def run(self, fn: Callable[[SimGroup], Any], isolate: Sequence[str], limit: float | None) -> Run:
         """Run fn on every rank and return what they returned, or raise what went wrong."""
+        __tracebackhide__ = True
         modes = CallerModes()
         self.limit = limit
         contexts = [contextvars.copy_context() for _ in self.baton.seats]
@@ -187,7 +190,8 @@ class Simulation:
             except BaseException as error:
                 seat.error = error
                 self.failures.append(seat)
-            leave_groups()
+            if not self.abandoned:
+                leave_groups()
         except Unwind:
             pass
         finally:
@@ -203,16 +207,18 @@ class Simulation:
         return group
 
     def _check_waited(self, seat: Seat) -> None:
+        if self.pending[seat.rank]:
+            wait_for_results(seat.result)
         left = [str(work) for work in self.pending[seat.rank]]
         if left and not self.allow_unwaited:
             raise AsyncError(f"rank {seat.rank} never waited for {'; '.join(left)}")
 
     def _leave(self, seat: Seat) -> None:
-        if self.state is not None:
+        if self.state is not None and not self.abandoned:
             self.state.leave(seat.rank)
 
     def _enter(self, seat: Seat) -> None:
-        if self.state is not None:
+        if self.state is not None and not self.abandoned:
             self.state.enter(seat.rank)
 
     # -- calls
