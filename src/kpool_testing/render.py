@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import deque
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ MISSING, OUTSIDE = "(missing)", "."
 _MAX_WIDTH = 150
 
 
-@dataclass
+@dataclass(eq=False)
 class Step:
     """One collective as all its ranks saw it; `calls[rank]` is absent for a rank that never came."""
 
@@ -44,20 +45,38 @@ class Step:
 def steps(trace: Trace) -> list[Step]:
     """The calls of a trace lined up.
 
-    The n-th collective of each rank on a group makes one step; a send or a receive is a step of its own.
+    The n-th collective of each rank on a group makes one step; a send or a receive is a step of its own. Steps come in
+    an order that agrees with every rank's own, as far as there is one.
     """
     found: dict[tuple[str, str, int], Step] = {}
     counts: dict[tuple[int, str], int] = {}
+    queues: dict[int, deque[Step]] = {rank: deque() for rank in range(trace.size)}
     for index, call in enumerate(trace):
         if call.kind in POINT_TO_POINT:
-            found["p2p", call.group, index] = Step(call.group, call.seq, (call.rank,), {call.rank: call})
+            step = Step(call.group, call.seq, (call.rank,), {call.rank: call})
+            found["p2p", call.group, index] = step
+            queues[call.rank].append(step)
             continue
         number = counts.get((call.rank, call.group), 0)
         counts[call.rank, call.group] = number + 1
         key = ("all", call.group, number)
         step = found.setdefault(key, Step(call.group, number, call.ranks, {}))
         step.calls[call.rank] = call
-    return list(found.values())
+        queues[call.rank].append(step)
+    return _ordered(queues)
+
+
+def _ordered(queues: dict[int, deque[Step]]) -> list[Step]:
+    """Take a step once it is next for all its ranks; where ranks went in different orders, one of them goes ahead."""
+    rows: list[Step] = []
+    while any(queues.values()):
+        heads = list({id(queue[0]): queue[0] for queue in queues.values() if queue}.values())
+        ready = [step for step in heads if all(queues[rank][0] is step for rank in step.calls)]
+        for step in ready or heads[:1]:
+            rows.append(step)
+            for rank in step.calls:
+                queues[rank].remove(step)
+    return rows
 
 
 def cell(call: Call) -> str:

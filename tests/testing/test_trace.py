@@ -81,6 +81,18 @@ class TestLanes:
         trace = Trace([call(0, kind="send", detail="dst=1"), call(1, kind="recv", detail="src=0")])
         assert [line[0] for line in trace.lanes().splitlines()[1:]] == [" ", " "]
 
+    def test_rows_follow_every_ranks_own_order(self) -> None:
+        subgroup = [call(rank, group="tp", ranks=(0, 2)) for rank in (0, 2)]
+        last = [call(rank, 0, "barrier") for rank in range(3)]
+        lines = Trace([last[1], subgroup[0], last[0], subgroup[1], last[2]]).lanes().splitlines()
+        assert "[tp]" in lines[1] and "barrier" in lines[2]
+
+    def test_opposite_orders_still_give_every_row(self) -> None:
+        calls = [call(0, group=group, ranks=(0, 1)) for group in "ab"] + [
+            call(1, group=group, ranks=(0, 1)) for group in "ba"
+        ]
+        assert len(Trace(calls).lanes().splitlines()) == 3
+
     def test_nothing_happened(self) -> None:
         assert Trace().lanes() == "no collectives"
 
