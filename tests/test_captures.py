@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import kpool
 from kpool.captures import CapturedCall
+from kpool.cli import main
 from kpool.config import KPoolConfig
 from kpool.indexer import IndexerCache, KPoolIndexer
 from tests.glm5 import hf_indexer, text_config
@@ -101,3 +103,21 @@ def test_notes_may_not_shadow_the_format(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="expected names other than the format's own, got format"):
         call.save(tmp_path / "call.safetensors")
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_example_captures_a_call_that_verifies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """A real text through a real (random) model, then the selection of its indexer on five ranks."""
+    text, out = tmp_path / "text.txt", tmp_path / "call.safetensors"
+    text.write_text("Sphinx of black quartz, judge my vow. " * 8)
+    example = Path(__file__).resolve().parent.parent / "examples" / "capture_glm5_next.py"
+    monkeypatch.setattr("sys.argv", [str(example), str(text), "--out", str(out), "--dtype", dtype])
+    runpy.run_path(str(example), run_name="__main__")
+    assert f"kpool verify --input {out}" in capsys.readouterr().out
+    call = CapturedCall.load(out)
+    assert tuple(call.q.shape) == (304, 1, 32, 128)
+    assert (call.pool_size, call.index_topk, call.numerics) == (4, 2048, "hf")
+    assert main(["verify", "--input", str(out), "--ranks", "5", "--json"]) == 0
