@@ -64,6 +64,7 @@ def failure_of(simulation: Simulation, kind: type[_E], headline: str) -> _E:
 def raise_outcome(simulation: Simulation) -> None:
     """Raise what went wrong, if anything did: a rank's own exception before anything that follows from it."""
     __tracebackhide__ = True
+    __tracebackhide__ = True
     own = [seat for seat in simulation.failures if not isinstance(seat.error, DropOut)]
     if own:
         _raise_rank(simulation, own[0])
@@ -75,6 +76,7 @@ def raise_outcome(simulation: Simulation) -> None:
 
 
 def _raise_rank(simulation: Simulation, seat: Seat) -> None:
+    __tracebackhide__ = True
     __tracebackhide__ = True
     error = seat.error
     lines = simulation.lines if simulation.lines is not None else rank_lines(simulation)

@@ -91,6 +91,7 @@ def simulate(
         ValueError: size, dialect, order or limit out of range.
     """
     __tracebackhide__ = True
+    __tracebackhide__ = True
     _check_arguments(size, dialect, order, limit)
     simulation = Simulation(size, dialect, order, seed, faults, backend, allow_unwaited)
     return simulation.run(fn, isolate, limit)
@@ -151,6 +152,7 @@ class Simulation:
 
     def run(self, fn: Callable[[SimGroup], Any], isolate: Sequence[str], limit: float | None) -> Run:
         """Run fn on every rank and return what they returned, or raise what went wrong."""
+        __tracebackhide__ = True
         __tracebackhide__ = True
         modes = CallerModes()
         self.limit = limit
