@@ -191,8 +191,15 @@ def packed_params(case: Case) -> PackedSeqParams | None:
         return None
     cu = torch.tensor((0, *case.docs)).cumsum(0).to(torch.int32)
     padded = torch.tensor((0, *case.padded)).cumsum(0).to(torch.int32) if case.padded else None
+    longest = max(case.padded or case.docs)
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 

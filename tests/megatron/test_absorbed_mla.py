@@ -23,7 +23,7 @@ pytestmark = [
 CASES = {
     "plain": Case(batch=2),
     "packed": Case(docs=(13, 0, 35)),
-    "packed, rows past the last document": Case(docs=(16, 20)),
+    "packed, padded": Case(docs=(13, 3, 20), padded=(16, 4, 28)),
     "rows that do not divide by the pool": Case(tokens=50),
     "bf16": Case(dtype=torch.bfloat16),
 }
