@@ -15,6 +15,8 @@ import pytest
 import torch
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+if DEVICES == ["cpu"]:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before anything imports triton, transformers included
 
 hypothesis.settings.register_profile("kpool", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("deep", parent=hypothesis.settings.get_profile("kpool"), max_examples=1000)
