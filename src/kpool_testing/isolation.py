@@ -274,7 +274,13 @@ def rank_seed(seed: int, rank: int) -> int:
 
 
 _NOISE: list[Any] = [
-    ("ignore", re.compile(r"`?torch\.distributed\.[\w.]+`? is deprecated"), FutureWarning, None, 0),
+    (
+        "ignore",
+        re.compile(r"`?torch\.distributed\.[\w.]+`? (is|will be|is a .* be) deprecated"),
+        FutureWarning,
+        None,
+        0,
+    ),
     ("ignore", re.compile(r"Attempted to get default timeout for nccl backend"), UserWarning, None, 0),
 ]
 
