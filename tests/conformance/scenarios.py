@@ -97,7 +97,7 @@ def _more() -> list[Scenario]:
         "no-tail": {"always_select_tail": False},
         "width-64": {"width_multiple": 64},
     }.items():
-        arguments = (("rows", 37), ("pool_size", 4), *options.items())
+        arguments = (("rows", 70), ("pool_size", 4), *options.items())
         made.append(Scenario(f"{name}-3ranks", "causal", 3, seed=7, arguments=arguments))
     checked = {"check_replicated": True}
     made.append(Scenario("inputs-checked-3ranks", "window", 3, seed=8, arguments=(("rows", 20),), options=checked))
@@ -109,7 +109,7 @@ def _more() -> list[Scenario]:
 
 def _dealt_in_blocks(one: Scenario) -> bool:
     """Which scenarios run under the other plan too: every shape and layout, chunked, batches of two."""
-    return one.name.startswith(("exact", "wide")) or "batch2-chunked" in one.name or "packed-chunked" in one.name
+    return one.name.startswith(("exact", "wide", "position")) or "batch2-chunked" in one.name or "packed-chunked" in one.name
 
 
 SEED = _seed()

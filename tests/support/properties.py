@@ -17,6 +17,7 @@ import kpool_testing
 from tests.support.calls import Call
 
 Property = Callable[[Call], int]
+LAYOUTS_IN_MEMORY = ("transposed", "strided", "offset")
 
 
 def same_rows(expected: Tensor, got: Tensor, what: str) -> int:
@@ -173,3 +174,27 @@ def agrees_with_reference(call: Call) -> int:
         assert not bool((off & ranking.visible).any()), f"batch {entry}: a score outside of its error bound"
         compared += int(decided.sum())
     return compared
+
+
+def same_in_any_layout(call: Call) -> int:
+    """Strides, offsets and gaps of the inputs in memory change nothing; neither do the scores' bits."""
+    whole, scores, compared = call.run(), call.scores(), 0
+    for layout in LAYOUTS_IN_MEMORY:
+        laid = kpool_testing.with_layout(dict(vars(call)), layout)
+        other = Call(**laid)
+        compared += same_rows(whole, other.run(), f"{layout} inputs")
+        assert torch.equal(scores, other.scores()), f"{layout} inputs: other scores"
+    return compared
+
+
+def same_scores_wherever_pools_lie(call: Call) -> int:
+    """Pools in another order have their scores in that order, bit for bit; needs plain pools that every row sees."""
+    call = replace(call, visibility={})
+    pools = call.tokens // call.pool_size
+    order = torch.randperm(pools, generator=torch.Generator().manual_seed(0)).to(call.q.device)
+    slots = (order[:, None] * call.pool_size + torch.arange(call.pool_size, device=order.device)).flatten()
+    gate = None if call.gate_score is None else call.gate_score[slots]
+    moved = replace(call, k=call.k[slots], gate_score=gate)
+    expected, got = call.scores()[..., order], moved.scores()
+    assert torch.equal(expected, got), f"{int((expected != got).sum())} of {got.numel()} scores depend on where pools lie"
+    return call.batch * call.rows
