@@ -236,7 +236,12 @@ class TestDecoding:
         assert torch.equal(rows, module(x, r))
         plain = torch.nn.functional.linear
         assert not torch.equal(plain(x[:, :1], module.wk.weight), plain(x, module.wk.weight)[:, :1])
-        assert torch.equal(row_linear(x[:, :1], module.wk.weight), row_linear(x, module.wk.weight)[:, :1])
+        x, r = x.transpose(0, 1).contiguous(), r.transpose(0, 1).contiguous()
+        for row in (0, 33, 69):  # the selection above could forgive a last bit; the projections must not differ in one
+            alone = slice(row, row + 1)
+            pairs = [*zip(module.project_keys(x[alone]), module.project_keys(x), strict=True)]
+            pairs += zip(module.project_queries(x[alone], r[alone]), module.project_queries(x, r), strict=True)
+            assert all(torch.equal(one, many[alone]) for one, many in pairs)
 
     def test_cache_holds_pooled_keys_and_the_open_pool(self) -> None:
         """Memory per token is D / P elements, not 2 D: no raw key outlives its pool."""
