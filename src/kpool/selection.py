@@ -17,22 +17,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kpool.visibility import on_cpu
 from kpool.windows import RowWindows
 
 ORDERS = ("score", "position")
-_HIDDEN = -(2**31)  # key of a pool the row cannot see
-_NAN = _HIDDEN + 1  # key of a visible NaN: below -inf, above hidden
-_EXPAND_ELEMENTS = 1 << 22  # tokens expanded at a time: bounds the temporaries, 16 MiB each
+HIDDEN = -(2**31)  # order key of a pool the row cannot see
+_NAN = HIDDEN + 1  # order key of a visible NaN: below -inf, above hidden
+_EXPAND_ELEMENTS = 1 << 18  # tokens expanded at a time: 1 MiB, stays in cache
+_TAIL_ROWS = 1 << 14  # rows whose tail is written at a time
+_FLAT_SORT_ELEMENTS = 1 << 15  # from this size on torch sorts a flat integer tensor by radix
 
 
-def order_key(scores: Tensor) -> Tensor:
+def order_key(scores: Tensor, *, clean: bool = False) -> Tensor:
     """fp32 scores to int32 that compare the same way: -0.0 equals 0.0, NaN is below -inf.
 
     Positive floats already order as their bits; negative ones order backwards, so their magnitude bits are flipped.
+    ``clean``: the caller knows that there is no NaN and no -0.0.
     """
-    bits = (scores + 0.0).view(torch.int32)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return key.masked_fill_(scores.isnan(), _NAN)
+    bits = (scores if clean else scores + 0.0).view(torch.int32)
+    key = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
+    return key if clean else key.masked_fill_(scores.isnan(), _NAN)
 
 
 def top_pools(scores: Tensor, visible: Tensor | None, budget: int, order: str, first_id: int | Tensor = 0) -> Tensor:
@@ -48,24 +52,42 @@ def top_pools(scores: Tensor, visible: Tensor | None, budget: int, order: str, f
     Returns:
         int32 pool ids ``[..., M]``, -1 in unused slots at the end.
     """
-    width = scores.shape[-1]
     key = order_key(scores)
     if visible is not None:
-        key = key.masked_fill_(~visible, _HIDDEN)
-    key = key.to(torch.int64).bitwise_left_shift_(32)
-    key |= torch.arange(width - 1, -1, -1, device=scores.device)
+        key = key.masked_fill_(~visible, HIDDEN)
+    return take_top(key, budget, order, first_id)
+
+
+def take_top(key: Tensor, budget: int, order: str, first_id: int | Tensor = 0) -> Tensor:
+    """``top_pools`` of order keys: int32 ``[..., W]``, ``HIDDEN`` where the row cannot see the pool."""
+    width = key.shape[-1]
     take = min(budget, width)
-    best = torch.topk(key, take, dim=-1, sorted=order == "score").values
+    unique = key.to(torch.int64).bitwise_left_shift_(32)
+    unique |= torch.arange(width - 1, -1, -1, device=key.device)
+    best = torch.topk(unique, take, dim=-1, sorted=False).values
     column = (width - 1) - (best & 0xFFFFFFFF)
-    ids = (column + first_id).to(torch.int32)
-    hidden = (best >> 32) == _HIDDEN
+    column.masked_fill_((best >> 32) == HIDDEN, width)  # behind every real column
     if order == "position":
-        last = torch.iinfo(torch.int32).max
-        ids = ids.masked_fill_(hidden, last).sort(-1).values
-        ids = ids.masked_fill_(ids == last, -1)
+        column = _sort_rows(column.to(torch.int32), width + 1)
     else:
-        ids = ids.masked_fill_(hidden, -1)
+        bits = width.bit_length()
+        rank = (best >> 32).neg_().add_(2**31 - 1).bitwise_left_shift_(bits)  # 0 for the best possible score
+        column = (_sort_rows(rank.bitwise_or_(column), 1 << (32 + bits)) & ((1 << bits) - 1)).to(torch.int32)
+    ids = (column + first_id).masked_fill_(column == width, -1).to(torch.int32)
     return ids if take == budget else torch.nn.functional.pad(ids, (0, budget - take), value=-1)
+
+
+def _sort_rows(values: Tensor, bound: int) -> Tensor:
+    """Sort the last dimension of integers in ``[0, bound)``, ascending.
+
+    On the CPU many rows are sorted faster as one flat tensor, each row lifted above the one before.
+    """
+    rows = values.shape[:-1].numel()
+    fits = rows * bound <= torch.iinfo(values.dtype).max
+    if values.device.type != "cpu" or values.numel() < _FLAT_SORT_ELEMENTS or not fits:
+        return values.sort(-1).values
+    floor = torch.arange(rows, dtype=values.dtype).mul_(bound).view(*values.shape[:-1], 1)
+    return (values + floor).flatten().sort().values.view_as(values).sub_(floor)
 
 
 def expand(
@@ -93,23 +115,37 @@ def expand(
     batch, rows, budget = ids.shape
     selected = budget * pool_size
     width = selected + (pool_size - 1 if always_select_tail else 0)
-    out = ids.new_full((batch, rows, -(-width // width_multiple) * width_multiple), -1)
+    out = ids.new_empty((batch, rows, -(-width // width_multiple) * width_multiple))
+    out[..., width:] = -1
     piece = max(1, _EXPAND_ELEMENTS // max(1, batch * selected))
-    starts = starts if starts.dim() == 2 else starts[None]
+    table = _token_table(starts if starts.dim() == 2 else starts[None], pool_size)
     edge = torch.arange(pool_size - 1, device=ids.device, dtype=torch.int32)
+    heads = pool_size > 1 and not (on_cpu(windows.start) and torch.equal(windows.start, windows.head_end))
     for row in range(0, rows, piece):
         part = slice(row, row + piece)
-        window = _rows(windows, part)
-        _write_pools(out[:, part, :selected], ids[:, part], starts, pool_size)
-        _write_head(out[:, part, :selected], ids[:, part], window, edge)
-        if always_select_tail:
-            tail = window.tail_start[..., None] + edge
-            keep = (tail < window.end[..., None]) & _finite(window.mask, tail)
-            if window.tail_in_pools:
-                repeated = (ids[:, part] == (window.tail_start // pool_size)[..., None]).any(-1, keepdim=True)
-                keep = keep & ~repeated
-            out[:, part, selected:width] = torch.where(keep, tail, -1)
+        _write_pools(out[:, part, :selected], ids[:, part], table)
+        if heads:
+            _write_head(out[:, part, :selected], ids[:, part], _rows(windows, part), edge)
+    for row in range(0, rows if always_select_tail else 0, _TAIL_ROWS):
+        part = slice(row, row + _TAIL_ROWS)
+        out[:, part, selected:width] = _tail(ids[:, part], _rows(windows, part), edge)
     return out
+
+
+def _token_table(starts: Tensor, pool_size: int) -> Tensor:
+    """The tokens of every pool, int32 ``[Bv, 1 + N, P]``: row ``1 + id``; row 0, for an unused slot, is all -1."""
+    tokens = starts[..., None] + torch.arange(pool_size, device=starts.device, dtype=torch.int32)
+    return torch.nn.functional.pad(tokens, (0, 0, 1, 0), value=-1)
+
+
+def _tail(ids: Tensor, window: RowWindows, edge: Tensor) -> Tensor:
+    """Tail slots ``[B or Bv, r, P - 1]`` of the rows, -1 behind them."""
+    tail = window.tail_start[..., None] + edge
+    keep = (tail < window.end[..., None]) & _finite(window.mask, tail)
+    if window.tail_in_pools:
+        repeated = (ids == (window.tail_start // (edge.numel() + 1))[..., None]).any(-1, keepdim=True)
+        keep = keep & ~repeated
+    return torch.where(keep, tail, -1)
 
 
 def _rows(windows: RowWindows, part: slice) -> RowWindows:
@@ -119,15 +155,17 @@ def _rows(windows: RowWindows, part: slice) -> RowWindows:
     return RowWindows(**cut, mask=mask, tail_in_pools=windows.tail_in_pools)
 
 
-def _write_pools(out: Tensor, ids: Tensor, starts: Tensor, pool_size: int) -> None:
-    """``out [B, r, M * P]`` gets ``P`` consecutive key slots for each id of ``[B, r, M]``."""
-    if starts.shape[1] == 0:
-        return
-    unused = ids < 0
-    index = ids.clamp_min(0).to(torch.int64)
-    base = starts[0][index] if starts.shape[0] == 1 else starts.gather(1, index.flatten(1)).view_as(index)
-    tokens = base[..., None] + torch.arange(pool_size, device=ids.device, dtype=torch.int32)
-    out.view(*ids.shape, pool_size).copy_(tokens.masked_fill_(unused[..., None], -1))
+def _write_pools(out: Tensor, ids: Tensor, table: Tensor) -> None:
+    """``out [B, r, M * P]`` gets the ``P`` tokens of each id of ``[B, r, M]``."""
+    views, entries, pool_size = table.shape
+    index = ids + 1
+    if views > 1:
+        index += torch.arange(views, device=ids.device, dtype=torch.int32)[:, None, None] * entries
+    # copying one 8- or 16-byte element is faster than copying a row of 2 or 4
+    whole = {2: torch.int64, 4: torch.complex128}.get(pool_size)
+    lines = table.view(-1, pool_size) if whole is None else table.view(whole).flatten()
+    tokens = lines.index_select(0, index.flatten())
+    out.copy_((tokens if whole is None else tokens.view(torch.int32)).view(out.shape))
 
 
 def _write_head(out: Tensor, ids: Tensor, window: RowWindows, edge: Tensor) -> None:

@@ -146,7 +146,7 @@ class Visibility:
             raise ValueError(f"valid: expected [B, T], got shape {tuple(valid.shape)}")
         if queries is not None and not 0 <= queries <= valid.shape[1]:
             raise ValueError(f"queries: expected 0 <= queries <= T = {valid.shape[1]}, got {queries}")
-        if _on_cpu(valid) and valid.numel():
+        if on_cpu(valid) and valid.numel():
             runs = valid[:, :1].sum(1) + (valid[:, 1:] & ~valid[:, :-1]).sum(1)
             if bool((runs > 1).any()):
                 row = int((runs > 1).nonzero()[0, 0])
@@ -301,7 +301,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, name: str, tokens: int | None = None) -
     _check_index(name, cu_seqlens)
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name}: expected [docs + 1] cumulative lengths starting with 0, got an empty tensor")
-    if not _on_cpu(cu_seqlens):
+    if not on_cpu(cu_seqlens):
         return
     values = cu_seqlens.tolist()
     if values[0] != 0:
@@ -315,7 +315,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, name: str, tokens: int | None = None) -
         raise ValueError(f"{name}: expected a last value within T = {tokens} keys, got {values[-1]}")
 
 
-def _on_cpu(*tensors: Tensor) -> bool:
+def on_cpu(*tensors: Tensor) -> bool:
     """True if the values can be read without a stall: real CPU tensors (fakes are subclasses), no tracing."""
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
     return plain and not torch.compiler.is_compiling()
@@ -333,7 +333,7 @@ def _check_bounds(starts_name: str, starts: Tensor, ends_name: str, ends: Tensor
         raise ValueError(
             f"{ends_name}: expected the shape of {starts_name} {list(starts.shape)}, got {list(ends.shape)}"
         )
-    if _on_cpu(starts, ends) and bool((starts > ends).any()):
+    if on_cpu(starts, ends) and bool((starts > ends).any()):
         row = int((starts > ends).nonzero()[0, 0])
         raise ValueError(
             f"{starts_name}: expected {starts_name} <= {ends_name}, got [{int(starts[row])}, {int(ends[row])}) in row "
@@ -342,7 +342,7 @@ def _check_bounds(starts_name: str, starts: Tensor, ends_name: str, ends: Tensor
 
 
 def _check_positions(key_positions: Tensor, cu_seqlens: Tensor | None) -> None:
-    if not _on_cpu(key_positions) or (cu_seqlens is not None and not _on_cpu(cu_seqlens)):
+    if not on_cpu(key_positions) or (cu_seqlens is not None and not on_cpu(cu_seqlens)):
         return
     falls = key_positions[1:] < key_positions[:-1]
     if cu_seqlens is not None:
