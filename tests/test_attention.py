@@ -21,7 +21,7 @@ from kpool.config import KPoolConfig
 from kpool.indexer import IndexerCache, KPoolIndexer
 from kpool.parallel import packed_order, zigzag_positions
 from kpool.sparse import sparse_attention
-from kpool_testing import assert_replicated, simulate
+from kpool_testing import assert_replicated, run_ranks, simulate
 from tests import glm5
 
 SIZES: dict[str, Any] = {
@@ -107,7 +107,7 @@ def step(module: KPoolSparseAttention, x: Tensor, target: Tensor, cu: Tensor | N
     return output.detach(), tokens, x.grad
 
 
-def run(how: Divided, flag: bool | None, *, sabotage: bool = False, **options: Any) -> Any:
+def run(how: Divided, flag: bool | None, *, sabotage: bool = False, backend: str = "fake", **options: Any) -> Any:
     """All ranks; returns the Run of `Outcome`s."""
     weights, x, target = state(), hidden(how.rows, how.batch), hidden(how.rows, how.batch, seed=2)
 
@@ -134,7 +134,7 @@ def run(how: Divided, flag: bool | None, *, sabotage: bool = False, **options: A
         gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         return Outcome(rows, query_rows, output, tokens, gradient, gradients)
 
-    return simulate(rank, how.tp * how.cp)
+    return run_ranks(rank, how.tp * how.cp, backend)
 
 
 def _whole_tp(how: Divided) -> Divided:
@@ -208,6 +208,17 @@ class TestManyRanks:
             _close(torch.cat(parts, 0), gradients["kv_b_proj.weight"])
         else:
             _close(results[0].gradients["kv_b_proj.weight"], gradients["kv_b_proj.weight"])
+
+    @pytest.mark.gloo
+    @pytest.mark.parametrize("how", [way for way in WAYS if way.tp in (1, 2, 4) and way.tp * way.cp <= 4], ids=str)
+    def test_real_processes_return_what_simulated_ranks_do(self, how: Divided) -> None:
+        """gloo, flag on and off: the same bits as each other; selections the same bits as simulated ranks'."""
+        on, off = run(how, True, backend="gloo"), run(how, None, backend="gloo")
+        simulated = run(how, True)
+        for a, b, c in zip(on.results, off.results, simulated.results, strict=True):
+            assert all(torch.equal(p, q) for p, q in zip(a.tensors(), b.tensors(), strict=True))
+            assert torch.equal(a.tokens, c.tokens)
+        self.check_against_one_rank(how, on.results)
 
     @pytest.mark.parametrize("how", [Divided(1, 2), Divided(1, 2, documents=(16, 8, 32))], ids=str)
     def test_context_parallel_output_is_one_ranks_bit_for_bit(self, how: Divided) -> None:

@@ -36,14 +36,12 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: i
     Raises:
         ValueError: `tile` below 1.
     """
-    if tile is None or x.device.type != "cpu":
-        return F.linear(x, weight, bias)
-    if tile < 1:
+    if tile is not None and tile < 1:
         raise ValueError(f"tile: expected at least 1, got {tile}")
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])  # one matrix product: of a transposed view, F.linear makes one product a row
     count = rows.shape[0]
-    if count == 0:
-        return F.linear(x, weight, bias)
+    if tile is None or count == 0 or x.device.type != "cpu":
+        return F.linear(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
     if count % tile:
         rows = F.pad(rows, (0, 0, 0, tile - count % tile))
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
