@@ -11,4 +11,5 @@ collect_ignore_glob = [] if importlib.util.find_spec("megatron") else ["test_*.p
 if importlib.util.find_spec("megatron"):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import megatron.core.models.gpt.experimental_attention_variant_module_specs  # noqa: F401
+        import megatron.core.models.gpt.experimental_attention_variant_module_specs
+        import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
