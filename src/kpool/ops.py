@@ -183,8 +183,7 @@ def select_pools(
         tokens: ``T``, the number of key slots; None means ``N * P``. Needed where the visibility itself lists ``T``
             entries (mask, left padding, key positions) or rows (packed without positions).
         use_relu, fp8_indexer, rotate_activation_enabled, query_shard_group, order, shard_plan, score_chunk_bytes,
-        numerics,
-            impl: as for ``fused_qk_topk_kpool``.
+            numerics, impl: as for ``fused_qk_topk_kpool``.
 
     Returns:
         int32 pool ids ``[B, S, M]``, -1 in unused slots at the end.
@@ -195,7 +194,7 @@ def select_pools(
     transform_name = "fp8" if fp8_indexer else "hadamard" if rotate_activation_enabled else "none"
     validation.check_pool_size(pooled.pool_size)
     validation.check_queries(q, pooled.keys, weights, key_name="pooled.keys", same_dtype=False)
-    validation.check_budget(budget, 1)
+    validation.check_budget(budget, 1, name="budget")
     validation.check_sharding(query_shard_group, False, shard_plan)
     validation.check_options(
         order=order,
@@ -209,6 +208,11 @@ def select_pools(
     rows, batch = q.shape[0], q.shape[1]
     size = pooled.pool_size
     tokens = _token_count(visibility, pooled) if tokens is None else tokens
+    if pooled.keys.shape[0] < tokens // size:
+        raise ValueError(
+            f"pooled.keys: expected at least T // P = {tokens // size} pools, got {pooled.keys.shape[0]}; "
+            "a row could see a pool that is not there"
+        )
     windows = visibility.windows(rows=rows, tokens=tokens, batch=batch, pool_size=size, device=q.device)
     shard = _Shard.enter(query_shard_group, shard_plan, rows)
     call = _Call(

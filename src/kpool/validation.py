@@ -95,13 +95,11 @@ def check_queries(q: Tensor, keys: Tensor, weights: Tensor, *, key_name: str, sa
     _check_devices(q=q, weights=weights, **{key_name: keys})
 
 
-def check_budget(index_topk: int, pool_size: int) -> int:
-    """``M = K // P``; ValueError unless ``K`` is a positive multiple of ``P``."""
+def check_budget(index_topk: int, pool_size: int, name: str = "index_topk") -> int:
+    """``M = K // P``; ValueError unless ``K`` is a positive multiple of ``P``. ``P = 1``: the budget itself."""
     if not isinstance(index_topk, int) or isinstance(index_topk, bool) or index_topk < 1 or index_topk % pool_size:
-        raise ValueError(
-            f"index_topk: expected a positive multiple of pool_size = {pool_size}, got {index_topk!r}; "
-            "whole pools are selected"
-        )
+        wanted = "a positive int" if name == "budget" else f"a positive multiple of pool_size = {pool_size}"
+        raise ValueError(f"{name}: expected {wanted}, got {index_topk!r}; whole pools are selected")
     return index_topk // pool_size
 
 
