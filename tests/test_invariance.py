@@ -19,8 +19,10 @@ from tests.support.calls import LAYOUTS, Call, exact_call, noisy
 from tests.support.properties import (
     poisoned_buffers,
     same_as_reference,
+    same_in_any_layout,
     same_on_threads,
     same_rows,
+    same_scores_wherever_pools_lie,
     same_when_chunked,
     same_when_future_changes,
     same_when_permuted,
@@ -53,8 +55,8 @@ def made(seed: int, layout: str, exact: bool) -> Call:
         rows=rows,
         tokens=tokens,
         batch=rng.choice([1, 2]),
-        heads=rng.choice([1, 3]),
-        dim=rng.choice([4, 16]),
+        heads=rng.choice([1, 3, 16]),
+        dim=rng.choice([4, 16, 64]),
         pool_size=rng.choice([1, 2, 4]),
         budget=rng.choice([1, 3, 9]),
         **rng.choice(OPTIONS),
@@ -187,6 +189,32 @@ def test_thousands_of_rows(exact: bool, device: torch.device) -> None:
             compared += same_when_permuted(call, rng.sample(range(call.rows), call.rows))
         seed += 1
     assert compared >= 5_000 and seed >= 8, f"{compared} rows of {seed} calls"
+
+
+@settings(few, max_examples=10)
+@given(call=calls)
+def test_any_layout_in_memory(call: Call, device: torch.device) -> None:
+    same_in_any_layout(call.to(device))
+
+
+@settings(few, max_examples=10)
+@given(call=st.builds(made, st.integers(0, 2**20), st.just("causal"), st.booleans()))
+def test_equal_pools_have_equal_scores(call: Call, device: torch.device) -> None:
+    same_scores_wherever_pools_lie(call.to(device))
+
+
+def test_at_the_released_geometry(device: torch.device) -> None:
+    """32 heads of 128 dimensions: matrix products of the sizes that a model has."""
+    call = exact_call(0, "causal", rows=101, tokens=1200, heads=32, dim=128, pool_size=4, budget=64)
+    call = noisy(call).to(device)
+    same_when_chunked(call, [1])
+    same_when_sharded(call, (3,), ("contiguous", "block_cyclic"))
+    same_when_split(call, [1, 60, 40])
+    same_when_permuted(call, range(101)[::-1])
+    same_scores_wherever_pools_lie(call)
+    same_in_any_layout(call)
+    if device.type == "cpu":
+        same_on_threads(call)
 
 
 def test_checkpointing_repeats_the_selection_and_its_collective(device: torch.device) -> None:
