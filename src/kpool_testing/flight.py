@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kpool_testing.trace import Call, Trace
 
 _VERSION = "2.10"
+_BACKEND = "nccl"  # the one backend every version of the analyzer accepts
 
 # Names the analyzer of torch 2.11 and of later versions both know. The frame of each entry holds the call's own name.
 _NAMES = {
@@ -95,7 +96,7 @@ def _entry(call: Call, record: int, number: int, group: str, complete: bool) -> 
         "collective_seq_id": number,
         "p2p_seq_id": 0,
         "op_id": number,
-        "profiling_name": f"gloo:{_NAMES.get(call.kind, 'barrier')}",
+        "profiling_name": f"{_BACKEND}:{_NAMES.get(call.kind, 'barrier')}",
         "time_created_ns": record,
         "duration_ms": None,
         "input_sizes": [list(call.shape)],
