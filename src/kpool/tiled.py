@@ -128,7 +128,7 @@ def scores(
     for entry in range(batch):
         view = min(entry, pool_lo.shape[0] - 1)
         scorer = Scorer(q[:, entry], keys[:, entry], weights[:, entry], use_relu, dot_scale, transform)
-        need = _Need.of(pool_lo[view], pool_hi[view], None, scorer, RowBlocks.all(rows))
+        need = Need.of(pool_lo[view], pool_hi[view], None, scorer, RowBlocks.all(rows))
         for first, last in _groups(0, rows, scorer.group_rows(_SCORES_CHUNK)):
             block, start = scorer.score(first, last, need)
             width = min(start + block.shape[1], pools) - start
@@ -167,7 +167,7 @@ def _select(
         view = min(entry, pool_lo.shape[0] - 1)
         lo, hi = pool_lo[view], pool_hi[view]
         scorer = Scorer(q[:, entry], keys[:, entry], weights[:, entry], use_relu, dot_scale, transform)
-        need = _Need.of(lo, hi, free, scorer, blocks)
+        need = Need.of(lo, hi, free, scorer, blocks)
         group_rows = scorer.group_rows(chunk_bytes)
         for local, begin, end in spans:
             span = ids[entry, local : local + end - begin]
@@ -224,7 +224,7 @@ def _write_everything(out: Tensor, lo: Tensor, hi: Tensor) -> None:
         out[part].masked_fill_(out[part] >= hi[part, None], -1)
 
 
-class _Need:
+class Need:
     """Which rows must be scored, and the pool tiles that each row tile needs for them.
 
     Attributes:
@@ -236,12 +236,12 @@ class _Need:
         self.rows, self.tiles, self.tile = rows, tiles, tile
 
     @staticmethod
-    def of(lo: Tensor, hi: Tensor, free: int | None, scorer: Scorer, blocks: RowBlocks) -> _Need:
+    def of(lo: Tensor, hi: Tensor, free: int | None, scorer: Scorer, blocks: RowBlocks) -> Need:
         """Rows of ``blocks`` that see more than ``free`` pools (None: at least one); ``lo``, ``hi`` int32 ``[S]``."""
         tile, count = scorer.tile, lo.shape[0]
         row_tiles = -(-count // tile.rows)
         if not _readable(lo):
-            return _Need(None, [(0, scorer.tiles)] * row_tiles, tile)
+            return Need(None, [(0, scorer.tiles)] * row_tiles, tile)
         mine = torch.zeros(count, dtype=torch.bool)
         for _, first, last in blocks.spans(count):
             mine[first:last] = True
@@ -252,7 +252,7 @@ class _Need:
         most = grown[1].masked_fill(idle, 0).view(row_tiles, -1).amax(1)
         edges = zip(least.tolist(), most.tolist(), strict=True)
         tiles = [(a // tile.pools, -(-z // tile.pools)) if a < z else (0, 0) for a, z in edges]
-        return _Need(mine, tiles, tile)
+        return Need(mine, tiles, tile)
 
     def any(self, first: int, last: int) -> bool:
         """Whether a row of ``[first, last)`` needs scores."""
@@ -280,7 +280,7 @@ class _Group:
     mask: Tensor | None
     pool_size: int
 
-    def select(self, scorer: Scorer, need: _Need, order: str, out: Tensor) -> None:
+    def select(self, scorer: Scorer, need: Need, order: str, out: Tensor) -> None:
         """Write the pool ids of the rows that need scores into ``out [r, M]``."""
         block, start = scorer.score(self.first, self.last, need)
         lo, hi = self.lo, self.hi
@@ -337,13 +337,13 @@ class Scorer:
             fit, most = min(fit, _GROUP_ELEMENTS // width), _GROUP_ROWS
         return max(self.tile.rows, min(most, fit) // self.tile.rows * self.tile.rows)
 
-    def score(self, first: int, last: int, need: _Need) -> tuple[Tensor, int]:
+    def score(self, first: int, last: int, need: Need) -> tuple[Tensor, int]:
         """Scores of the rows ``[first, last)`` of one group, ``[r, W]``, -0.0 made 0.0, and the pool id of column 0.
 
         Only tiles that some row needs are computed; other columns hold anything.
         """
         if not self.ready:
-            self._prepare()
+            self.prepare()
         size, width = self.tile.rows, self.tile.pools
         begin, end = need.span(first, last)
         base = first // size * size
@@ -357,12 +357,12 @@ class Scorer:
                 self._load(row, max(row, first), min(row + size, last))
                 lines = block[row - base : row - base + size].split(width, dim=1)
                 for tile in tiles:
-                    self._multiply(self.keys[tile])
+                    self.multiply(self.keys[tile])
                     self._reduce()
                     torch.add(self.sums, 0.0, out=lines[tile - begin])
         return block[first - base : last - base], begin * width
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Lay out the keys, fp32 ``[tiles, D, TP]`` with zeros behind the last pool, and make the buffers."""
         size, width, heads, dim = self.tile.rows, self.tile.pools, self.heads, self.dim
         laid = torch.empty((self.tiles, dim, width), dtype=torch.float32, device=self.q.device)
@@ -389,7 +389,7 @@ class Scorer:
         self.row[first - row : last - row] = transform_input(self.q[first:last], self.transform)
         self.weight[first - row : last - row, 0] = self.weights[first:last]
 
-    def _multiply(self, key: Tensor) -> None:
+    def multiply(self, key: Tensor) -> None:
         """Dot products of the loaded rows with one pool tile, into ``self.dot``."""
         if self.dot_scale == 1.0:
             torch.bmm(self.halves, key, out=self.dot)

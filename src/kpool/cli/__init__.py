@@ -28,11 +28,11 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    from kpool.cli import info, plan, verify
+    from kpool.cli import bench, info, plan, verify
 
     parser = _Parser(prog="kpool", description="Exact, sharded k-pool token selection: see it, check it, measure it.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    for command in (verify, plan, info):
+    for command in (verify, plan, bench, info):
         command.add_parser(commands)
     return parser
 

@@ -1,0 +1,216 @@
+"""`kpool bench`: kpool against the plain algorithm and against the machine's limit, after showing that both are right.
+
+Per length: the plain algorithm, kpool and the matrix products alone run in turn in this process, the median counts;
+peak memory comes from fresh processes. While a result is wrong no speed is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from kpool.captures import CapturedCall
+from kpool.cli import measure, view
+from kpool.cli.exits import DIFFERENT, OK, UNAVAILABLE, CommandError
+from kpool.cli.verdict import compare_expected, judge, sample_rows
+from kpool.cli.workload import add_geometry, positive
+from kpool.selection import ORDERS
+from kpool.sharding import ShardPlan
+
+ENOUGH = 5  # runs behind a median that is called one
+_BUSY = 0.15  # share of the processors that others may use on a machine called quiet
+
+
+def add_parser(commands: Any) -> None:
+    """Declare `kpool bench`."""
+    parser = commands.add_parser("bench", help="time and memory against the plain algorithm and the GEMM limit (CPU)")
+    parser.add_argument("--lengths", default="4096,8192", metavar="N,N,...", help="tokens (default: 4096,8192)")
+    parser.add_argument("--layout", choices=["causal", "packed"], default="causal")
+    parser.add_argument("--documents", type=positive, default=8, help="documents of --layout packed (default: 8)")
+    parser.add_argument("--order", choices=ORDERS, default="score")
+    parser.add_argument("--repeats", type=positive, default=ENOUGH, help=f"runs of each (default: {ENOUGH})")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="default: as torch has it")
+    parser.add_argument("--rows", type=positive, default=128, help="rows held against the reference (default: 128)")
+    parser.add_argument("--no-plain", action="store_true", help="leave the plain algorithm out (long inputs)")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory in fresh processes")
+    parser.add_argument("--device", default="cpu", help="cpu; GPUs are measured by benchmarks/gpu_selection.py")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="time and memory against length, png or svg")
+    add_geometry(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every length; 1 if a result was wrong."""
+    if args.device != "cpu":
+        raise CommandError(
+            "bench measures the CPU; for a GPU run benchmarks/gpu_selection.py of the repository", UNAVAILABLE
+        )
+    if args.topk % args.pool:
+        raise CommandError(f"--topk: expected a multiple of --pool {args.pool}, got {args.topk}")
+    lengths = _lengths(args.lengths)
+    before = torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    try:
+        report = {"machine": machine(args), "order": args.order, "layout": args.layout, "lengths": []}
+        for tokens in lengths:
+            found = bench_length(argparse.Namespace(**{**vars(args), "tokens": tokens}))
+            report["lengths"].append(found)
+            if not found["correct"]:
+                break
+    finally:
+        torch.set_num_threads(before)
+    if args.json:
+        view.print_json(report)
+    else:
+        show(report)
+    correct = all(found["correct"] for found in report["lengths"])
+    if correct and args.plot:
+        plot(report, args.plot)
+    return OK if correct else DIFFERENT
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise CommandError(f"--lengths: expected numbers such as 4096,8192, got {text!r}")
+    return lengths
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """Where this ran, and whether others were using the processors."""
+    import platform
+
+    import psutil
+
+    busy = psutil.cpu_percent(interval=0.5) / 100
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cpus": psutil.cpu_count(),
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "busy_before": busy,
+        "quiet": busy <= _BUSY,
+    }
+
+
+def bench_length(args: argparse.Namespace) -> dict[str, Any]:
+    """Check one length, then measure it."""
+    call = measure.bench_call(args)
+    verdict = check(call, args)
+    found: dict[str, Any] = {"tokens": args.tokens, **verdict}
+    if not verdict["correct"]:
+        return found
+    gemm = measure.GemmOnly(call, args.order)
+    runs = {"kpool": lambda: measure.kpool_call(call, args.order), "gemm": gemm.run}
+    if not args.no_plain:
+        runs["plain"] = lambda: measure.plain_call(call)
+    times = measure.interleaved(runs, args.repeats)
+    found["runs"] = args.repeats
+    found["seconds"] = {name: statistics.median(values) for name, values in times.items()}
+    found["spread"] = {name: [min(values), max(values)] for name, values in times.items()}
+    found["gemm_flops"] = gemm.flops
+    if not args.no_memory:
+        wanted = [name for name in ("kpool", "plain") if name in runs]
+        found["memory"] = {name: measure.memory_in_fresh_process(args, name) for name in wanted}
+    return found
+
+
+def check(call: CapturedCall, args: argparse.Namespace) -> dict[str, Any]:
+    """kpool against the float64 reference on some rows, and the plain algorithm against kpool on all."""
+    tokens = measure.kpool_call(call, args.order)
+    rows = sample_rows(call, ShardPlan.contiguous(call.q.shape[0], 1), args.rows)
+    if len(rows) > args.rows:
+        rows = rows[:: -(-len(rows) // args.rows)]
+    judged = judge(call, tokens, rows, lambda _: None)
+    found: dict[str, Any] = {"checked_rows": judged.checked, "wrong_rows": judged.wrong + judged.wrong_keys}
+    found["plain_differs"] = found["near_ties"] = 0
+    if not args.no_plain:
+        other = compare_expected(call, tokens, measure.plain_call(call))
+        found["plain_differs"], found["near_ties"] = other.wrong, other.near_ties
+    found["correct"] = not found["wrong_rows"] and not found["plain_differs"]
+    return found
+
+
+def ratio(found: dict[str, Any], above: str, below: str) -> float | None:
+    """Seconds of one over seconds of another, None where one was not measured or took no time."""
+    top, bottom = found["seconds"].get(above), found["seconds"].get(below)
+    return top / bottom if top and bottom and bottom > 1e-5 else None
+
+
+def show(report: dict[str, Any]) -> None:
+    """One line a length, then what a reader must know to trust it."""
+    where = report["machine"]
+    out = Table(title=f"kpool bench: {report['layout']}, order={report['order']}", title_justify="left")
+    names = ("tokens", "plain", "kpool", "plain / kpool", "GEMM alone", "kpool / GEMM", "memory plain", "memory kpool")
+    for name in names:
+        out.add_column(name, justify="right")
+    for found in report["lengths"]:
+        if not found["correct"]:
+            view.OUT.print(
+                f"{found['tokens']:,} tokens: wrong, so no speed is reported: {found['wrong_rows']} rows against the "
+                f"float64 reference, {found['plain_differs']} rows against the plain algorithm"
+            )
+            continue
+        times, memory = found["seconds"], found.get("memory", {})
+        ratios = [ratio(found, *pair) for pair in (("plain", "kpool"), ("kpool", "gemm"))]
+        cells = [view.duration(times[n]) if n in times else "-" for n in ("plain", "kpool", "gemm")]
+        shown = [f"{value:.2f}" if value else "-" for value in ratios]
+        sizes = [view.size(memory[n]["bytes"]) if n in memory else "-" for n in ("plain", "kpool")]
+        out.add_row(f"{found['tokens']:,}", cells[0], cells[1], shown[0], cells[2], shown[1], *sizes)
+    view.OUT.print(out)
+    for line in notes(report):
+        view.OUT.print(line)
+    view.OUT.print(f"{where['cpus']} processors, {where['threads']} threads, torch {where['torch']}")
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """Reasons to read the figures with care."""
+    lines = []
+    if not report["machine"]["quiet"]:
+        lines.append(f"The machine was not quiet: {report['machine']['busy_before']:.0%} busy before the first run.")
+    few = {found["runs"] for found in report["lengths"] if found["correct"] and found["runs"] < ENOUGH}
+    lines += [f"Medians of {runs} runs only; {ENOUGH} are wanted." for runs in sorted(few)]
+    return lines
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Time and memory against length, both axes logarithmic, with the GEMM limit as a line."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise CommandError("--plot needs matplotlib: python -m pip install 'kpool[plot]'", UNAVAILABLE) from None
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    looks = {
+        "plain": ("plain algorithm", "#D55E00", "s-"),
+        "kpool": ("kpool", "#0072B2", "o-"),
+        "gemm": ("limit: matrix products alone", "#000000", "--"),
+    }
+    lengths = report["lengths"]
+    for name, (label, colour, style) in looks.items():
+        timed = [(found["tokens"], found["seconds"][name]) for found in lengths if found["seconds"].get(name, 0) > 1e-5]
+        if timed:
+            left.plot(*zip(*timed, strict=True), style, color=colour, label=label)
+        sized = [(f["tokens"], f["memory"][name]["bytes"] / 2**20) for f in lengths if name in f.get("memory", {})]
+        if sized:
+            right.plot(*zip(*sized, strict=True), style, color=colour, label=label)
+    ticks = [found["tokens"] for found in lengths]
+    for axes, unit in ((left, "time per call (s)"), (right, "peak memory above inputs and outputs (MiB)")):
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=unit)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    figure.suptitle(f"k-pool selection, {report['layout']}, {report['machine']['threads']} CPU threads")
+    figure.savefig(path, dpi=150)
