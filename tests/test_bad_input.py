@@ -77,7 +77,7 @@ VALUES = [
     ({**BOUNDS, "key_positions": torch.arange(T - 1)}, "key_positions: expected .*8.* got .*7"),
     # values
     ({**BOUNDS, "varlen_starts": torch.full((S,), T + 1)}, r"varlen_starts: expected .* got \[9, 8\) in row 0"),
-    ({**BOUNDS, "key_positions": torch.arange(T).flip(0)}, "key_positions: expected .* ascending got 7 then 6 at slot 0"),
+    ({**BOUNDS, "key_positions": torch.arange(T).flip(0)}, "key_positions: .* got 7 then 6 at slot 0"),
     ({**BOUNDS, "cu_seqlens_kv": ints(0, 5, 3)}, "cu_seqlens_kv: expected ascending .* got 5 then 3 at document 1"),
     ({**BOUNDS, "cu_seqlens_kv": ints(1, 8)}, "cu_seqlens_kv: expected .* from 0, got a first value of 1"),
     ({**BOUNDS, "cu_seqlens_kv": ints(0, 9)}, "cu_seqlens_kv: expected a last value within T = 8 keys, got 9"),
