@@ -1,7 +1,7 @@
 """The Triton kernels: on the GPU where there is one, else in Triton's interpreter, on CPU tensors.
 
-The interpreter has to be asked for before Triton is first imported, so it is asked for while tests are collected. Without
-the package triton (the `no-triton` arm) this directory has nothing to test and is not collected.
+The interpreter has to be asked for before Triton is first imported, so it is asked for while tests are collected.
+Without the package triton (the `no-triton` arm) this directory has nothing to test and is not collected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ if importlib.util.find_spec("triton") is None:
 elif not torch.cuda.is_available():
     late = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
     if late:
-        raise pytest.UsageError("triton was imported before tests/triton asked for its interpreter; set TRITON_INTERPRET=1")
+        raise pytest.UsageError(
+            "triton was imported before tests/triton asked for its interpreter; set TRITON_INTERPRET=1"
+        )
     os.environ["TRITON_INTERPRET"] = "1"
 
 

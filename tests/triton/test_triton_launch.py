@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kpool.sharding import RowBlocks
 from kpool.triton import configs, launch
+from kpool.triton.pieces import pieces
 from tests.triton.cases import Case, build
 
 CASE = Case("operator", rows=2, tokens=24, budget=2)
@@ -28,7 +29,9 @@ def operator_arguments(gpu: torch.device) -> tuple[Any, ...]:
 
 def test_one_opaque_operator(gpu: torch.device) -> None:
     """torch's own checks: schema, fake implementation, no hidden mutation."""
-    torch.library.opcheck(torch.ops.kpool.select_triton.default, operator_arguments(gpu), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.kpool.select_triton.default, operator_arguments(gpu), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_fake_cuda_tensors_meet_no_kernel_and_no_sync() -> None:
@@ -65,11 +68,13 @@ def test_compiled_and_checkpointed_calls_repeat(gpu: torch.device) -> None:
     st.integers(0, 60), st.integers(1, 40), st.integers(0, 90), st.integers(0, 70), st.sampled_from([2, 4, 8]),
     st.integers(1, 6),
 )  # fmt: skip
-def test_pieces_cover_every_local_row_once(offset: int, block: int, gap: int, count: int, tile: int, tiles: int) -> None:
+def test_pieces_cover_every_local_row_once(
+    offset: int, block: int, gap: int, count: int, tile: int, tiles: int
+) -> None:
     rows = RowBlocks(offset, block, block + gap, count)
     where = lambda r, i: i // r.block * r.stride + r.offset + i % r.block  # noqa: E731
     covered = []
-    for first, piece in launch.pieces(rows, tile * tiles, tile):
+    for first, piece in pieces(rows, tile * tiles, tile):
         assert 1 <= piece.count <= tile * tiles
         covered += [first + i for i in range(piece.count)]
         assert [where(piece, i) for i in range(piece.count)] == [where(rows, first + i) for i in range(piece.count)]

@@ -1,9 +1,10 @@
-"""`kpool.triton.select` and `.scores`: the reference bit for bit where fp32 is exact, within its bound elsewhere, and the
-same bits for every shard, chunk and buffer content."""
+"""`kpool.triton.select` and `.scores`: the reference bit for bit where fp32 is exact, within its bound elsewhere.
+
+The same bits come out for every shard, chunk and buffer content.
+"""
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kpool import reference
+from kpool import naive, reference
 from kpool.ranking import Ranking
 from kpool.scoring import visible_pools
 from kpool.selection import top_pools
@@ -133,12 +134,11 @@ def test_equals_the_reference_at_every_size(heads: int, dim: int, pool_size: int
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("order", ["score", "position"])
 def test_equals_the_reference_for_every_layout(layout: str, values: str, order: str, gpu: torch.device) -> None:
-    case = Case("layout", heads=3, dim=8, rows=9, batch=2, layout=layout, values=values, order=order, strided=True)
-    for seed, chunk in itertools.product(range(2), (1, 1 << 20)):
+    case = Case("layout", heads=3, dim=8, rows=5, batch=2, layout=layout, values=values, order=order, strided=True)
+    for seed, chunk in ((0, 1), (1, 1 << 20)):
         built = build(replace(case, seed=seed, chunk_bytes=chunk), gpu)
         assert torch.equal(built.select(launch), built.expected())
-    if values != "special":
-        assert torch.equal(built.scores(launch), built.scores(__import__("kpool.naive").naive))
+    assert torch.equal(built.scores(launch).nan_to_num(7.5), built.scores(naive).nan_to_num(7.5))
 
 
 @pytest.mark.interpret
@@ -154,8 +154,7 @@ def test_budget_below_at_and_above_what_is_visible(budget: int, values: str, gpu
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("values", ["ints", "equal", "random"])
-@pytest.mark.parametrize("order", ["score", "position"])
-@pytest.mark.parametrize("budget", [7, 512, 1024])
+@pytest.mark.parametrize(("order", "budget"), [("score", 7), ("score", 512), ("position", 1024)])
 def test_many_pools(values: str, order: str, budget: int, gpu: torch.device) -> None:
     """More pools than a block of candidates, more groups than a block of groups: every loop turns more than once."""
     case = Case("many", heads=1, dim=8, pool_size=1, tokens=20_000, rows=2, budget=budget, order=order)
@@ -183,15 +182,15 @@ def test_options(weights: torch.dtype, transform: str, use_relu: bool, gpu: torc
 def test_no_bit_differs_over_random_splits(heads: int, layout: str, gpu: torch.device) -> None:
     """Both plans, random sizes, blocks, starts and chunk budgets; scores of single rows too."""
     rng = random.Random(heads)
-    case = Case("splits", heads, 24, rows=18, tokens=72, budget=4, layout=layout, seed=heads)
+    case = Case("splits", heads, 24, rows=12, tokens=72, budget=4, layout=layout, seed=heads)
     built = random_built(case, gpu)
     whole = built.select(launch)
-    for _ in range(6):
+    for _ in range(3):
         size = rng.randint(2, 9)
-        for plan in (ShardPlan.contiguous(18, size), ShardPlan.block_cyclic(18, size, rng.choice([1, 3, 8, 16]))):
+        for plan in (ShardPlan.contiguous(12, size), ShardPlan.block_cyclic(12, size, rng.choice([1, 3, 8]))):
             assert torch.equal(gathered(built, plan, rng.choice([1, 5_000, 20_000])), whole)
     scores = built.scores(launch)
-    for row in range(0, 18, 5):
+    for row in range(0, 12, 5):
         q, keys, weights, lo, hi = built.tensors
         mask = None if built.mask is None else built.mask[:, : row + 1]
         upto = (q[: row + 1], keys, weights[: row + 1], lo[:, : row + 1], hi[:, : row + 1])

@@ -12,7 +12,7 @@ _LAUNCH = ("pool", "scores", "select")
 
 
 def __getattr__(name: str) -> Any:
-    """`select`, `scores` and `pool`, loaded from `launch` on first use, so that importing kpool never imports Triton."""
+    """`select`, `scores` and `pool`, from `launch`, loaded on first use: importing kpool never imports Triton."""
     if name in _LAUNCH:
         from kpool.triton import launch
 

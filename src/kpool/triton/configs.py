@@ -41,6 +41,10 @@ class Config:
     registers: int
     shared: int
 
+    def options(self, *, fusion: bool) -> dict[str, int | bool]:
+        """Launch options. ``fusion`` (of multiply and add) is always said: its default differs between Triton versions."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": fusion}
+
 
 @dataclass(frozen=True)
 class ScoreTiles:

@@ -157,7 +157,7 @@ def _select_entries(target: str, widths: tuple[int, ...]) -> Iterator[Entry]:
 
 
 def compile_entry(entry: Entry) -> Any:
-    """Compile ``entry`` for its target, specialising integers as a launch would: 1 becomes a constant, 16 | x is noted."""
+    """Compile ``entry`` for its target, specialising integers as a launch would: 1 is a constant, 16 | x is noted."""
     fixed = {p.name for p in entry.kernel.params if p.do_not_specialize}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
@@ -172,12 +172,7 @@ def compile_entry(entry: Entry) -> Any:
         if name in entry.pointers or (value is not None and value % 16 == 0 and name not in fixed):
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=entry.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {
-        "num_warps": entry.config.warps,
-        "num_stages": entry.config.stages,
-        "enable_fp_fusion": entry.fusion,
-    }
-    return triton.compile(source, target=_gpu(entry.target), options=options)
+    return triton.compile(source, target=_gpu(entry.target), options=entry.config.options(fusion=entry.fusion))
 
 
 def examine(entry: Entry, compiled: Any = None) -> Report:
@@ -282,6 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kpool.triton.inspect", description=__doc__.splitlines()[0])
     parser.add_argument("--target", action="append", choices=configs.TARGETS, help="only this target (repeatable)")
     parser.add_argument("--released", action="store_true", help="only the geometry of GLM-5.3-Flash")
+    parser.add_argument("--kernel", default="", metavar="NAME", help="only the entries of this name")
     options = parser.parse_args(arguments)
     if configs.interpreted():
         parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it")
@@ -290,6 +286,8 @@ def main(arguments: list[str] | None = None) -> int:
     def watched() -> Iterator[Report]:
         nonlocal failed
         for entry in entries(options.target or configs.TARGETS, released=options.released):
+            if options.kernel and entry.name != options.kernel:
+                continue
             report = examine(entry)
             failed += bool(report.faults)
             yield report

@@ -11,6 +11,7 @@ Worked example, ``P = 2``, one dimension, gates ``[0, 0]``, keys ``[1, 3]``: ``m
 ``0.5 * 1 + 0.5 * 3 = 2``.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 from __future__ import annotations
 
 import triton

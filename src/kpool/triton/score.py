@@ -2,10 +2,10 @@
 
     score[s, n] = sum over h of w[s, h] * f(q[s, h, :] . key[n, :])
 
-The product is taken as ``key . q^T``: a tile holds ``BN`` pools by ``R`` rows times ``HP`` heads, q stays in place while
-pools stream by, and heads are summed inside the tile. Tiles lie on the *global* grid of rows and pools, so a score comes
-from the same instructions on the same inputs whatever piece of the rows a launch covers: its bits are a function of
-that row and that pool alone.
+The product is taken as ``key . q^T``: a tile holds ``BN`` pools by ``R`` rows times ``HP`` heads, q stays in place
+while pools stream by, and heads are summed inside the tile. Tiles lie on the *global* grid of rows and pools, so a
+score comes from the same instructions on the same inputs whatever piece of the rows a launch covers: its bits are a
+function of that row and that pool alone.
 
 What is written is not the float but its *rank key*, an int32 that orders exactly as selection does:
 
@@ -14,6 +14,7 @@ What is written is not the float but its *rank key*, an int32 that orders exactl
 Worked example: scores ``[2.0, -0.0, NaN]``, the last pool not visible: keys ``[0x40000000, 0, EXCLUDED]``.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 from __future__ import annotations
 
 import triton

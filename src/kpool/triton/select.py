@@ -3,15 +3,16 @@
 Three small kernels, one program a row, no atomics on anything that is returned:
 
 1. `prune_kernel` reads only the largest key of each group of 16 pools. The M-th largest of those is a lower bound of
-   the M-th largest key (M groups each hold a key that large), so groups below it hold no winner. It is taken from the upper
-   16 bits alone, which rounds it down and keeps it a bound. Out: the ids of the groups that stay, ascending.
-2. `select_kernel` finds the exact M-th largest key among those groups by four rounds of 8-bit histograms, then writes the
-   pools above it, and as many equal to it as are still needed, lowest ids first. Ids come out ascending.
+   the M-th largest key (M groups each hold a key that large), so groups below it hold no winner. It is taken from the
+   upper 16 bits alone, which rounds it down and keeps it a bound. Out: the ids of the groups that stay, ascending.
+2. `select_kernel` finds the exact M-th largest key among those groups by four rounds of 8-bit histograms, then writes
+   the pools above it, and as many equal to it as are still needed, lowest ids first. Ids come out ascending.
 3. `order_kernel` ranks the winners by (score descending, id ascending) by counting.
 
 Worked example, ``M = 2``, keys ``[5, 7, 7, 7]``: threshold 7, two of three equal keys needed, ids ``[1, 2]``.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 from __future__ import annotations
 
 import triton

@@ -1,0 +1,41 @@
+"""`benchmarks/gpu_selection.py` runs from a bare checkout in the interpreter, and says so where a GPU is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT / "src")
+    script = str(ROOT / "benchmarks" / "gpu_selection.py")
+    return subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, check=False, env=environment, timeout=280
+    )
+
+
+@pytest.mark.interpret
+def test_measures_every_plan_and_writes_json_and_png(tmp_path: Path) -> None:
+    done = benchmark("--interpret", "--tokens", "256", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "gpu_selection.json").read_text())
+    assert [record["plan"] for record in result["records"]] == ["whole", "contiguous", "block_cyclic"]
+    for record in result["records"]:
+        assert record["tokens"] == 256 and record["total_s"] > 0 and record["rows_checked"] > 0
+        assert 0 < record["flops_visible"] <= record["flops_all"]
+    assert (tmp_path / "gpu_selection.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    done = benchmark("--tokens", "256")
+    assert done.returncode == 3 and "no CUDA device" in done.stderr
