@@ -21,7 +21,9 @@ from tests import glm5
 
 pytestmark = pytest.mark.hf
 
-# Rows under the rounding bound, as a share of all rows. Seen over 20,000 rows: 0.1 % fp32, 0.2 % bf16.
+# Rows under the rounding bound, as a share of all rows. Seen in 266,721 rows of random cases:
+#   one shot fp32  52 of 73,903     one shot bf16  80 of 80,266
+#   decode   fp32  37 of 53,507     decode   bf16  44 of 59,045     54 of these 213 rows differed
 MOST_UNDER = 0.01
 
 
@@ -163,7 +165,7 @@ def test_sets_equal_wherever_rounding_cannot_decide(
     decode: bool, bf16: bool, record_property: Callable[[str, object], None]
 ) -> None:
     """Batch 1-3, left padding, S 1 to 260, P 2, 4, 16, H 8 to 32, with and without tail."""
-    count = sweep(20 if decode else 40, 100 if decode else 260, decode, bf16)
+    count = sweep(12 if decode else 25, 100 if decode else 260, decode, bf16)
     record_property("rows", count.rows)
     record_property("rows under the bound", count.under)
     record_property("rows that differ", count.differing)
