@@ -355,7 +355,7 @@ class Scorer:
             tiles = range(*need.tiles[row // size])
             if tiles:
                 self._load(row, max(row, first), min(row + size, last))
-                lines = block[row - base : row - base + size].split(width, dim=1)
+                lines = block[row - base : row - base + size].chunk(end - begin, dim=1)
                 for tile in tiles:
                     self.multiply(self.keys[tile])
                     self._reduce()

@@ -1,0 +1,130 @@
+"""`kpool bench`: right before fast, and what it says about itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kpool.cli import bench, main, measure
+from kpool.cli.exits import DIFFERENT, OK, UNAVAILABLE, USAGE
+
+SMALL = ["bench", "--heads", "16", "--dim", "16", "--topk", "64", "--rows", "32", "--repeats", "2", "--threads", "1"]
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    options = {"tokens": 256, "heads": 16, "dim": 16, "pool": 4, "topk": 64, "seed": 0}
+    options |= {"layout": "causal", "documents": 4, "order": "score", "threads": 1}
+    return argparse.Namespace(**{**options, **changes})
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[str, Any]]:
+    code = main([*SMALL, *more, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("layout", ["causal", "packed"])
+def test_plain_selects_the_same_sets(layout: str) -> None:
+    call = measure.bench_call(arguments(layout=layout))
+    ours, plain = measure.kpool_call(call, "position"), measure.plain_call(call)
+    assert torch.equal(ours.sort(-1).values, plain.sort(-1).values)
+
+
+@pytest.mark.parametrize("layout", ["causal", "packed"])
+def test_report(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run_json(capsys, "--lengths", "128,512", "--layout", layout, "--documents", "2", "--no-memory")
+    assert code == OK and [found["tokens"] for found in report["lengths"]] == [128, 512]
+    for found in report["lengths"]:
+        assert found["correct"] and found["checked_rows"] >= 16 and found["runs"] == 2
+        assert set(found["seconds"]) == {"kpool", "plain", "gemm"} and found["gemm_flops"] > 0
+
+
+def test_gemm_is_the_scored_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit multiplies exactly the tiles that a call multiplies, and a call without choices none."""
+    seen: list[int] = []
+    real = measure.tiled.Scorer.multiply
+    monkeypatch.setattr(measure.tiled.Scorer, "multiply", lambda self, key: (seen.append(1), real(self, key))[1])
+    for order, topk in (("score", 64), ("position", 64), ("position", 256)):
+        call = measure.bench_call(arguments(topk=topk, tokens=700))
+        gemm = measure.GemmOnly(call, order)
+        seen.clear()
+        measure.kpool_call(call, order)
+        scored = len(seen)
+        seen.clear()
+        gemm.run()
+        assert len(seen) == scored
+    assert scored > 0
+    call = measure.bench_call(arguments(topk=1024, tokens=700))
+    seen.clear()
+    measure.kpool_call(call, "position")
+    assert not seen and measure.GemmOnly(call, "position").flops == 0
+
+
+def test_no_speed_while_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = measure.kpool_call
+
+    def broken(call: Any, order: str) -> Tensor:
+        tokens = real(call, order)
+        tokens[0, -1, 0] = tokens[0, -1, 1]
+        return tokens
+
+    monkeypatch.setattr(measure, "kpool_call", broken)
+    code, report = run_json(capsys, "--lengths", "512", "--no-memory")
+    assert code == DIFFERENT and "seconds" not in report["lengths"][0]
+    assert main([*SMALL, "--lengths", "512", "--no-memory"]) == DIFFERENT
+    assert "no speed is reported" in " ".join(capsys.readouterr().out.split())
+
+
+def test_wrong_plain_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = measure.plain_call
+    monkeypatch.setattr(measure, "plain_call", lambda call: real(call).roll(4, 1))
+    code, report = run_json(capsys, "--lengths", "512", "--no-memory")
+    assert code == DIFFERENT and report["lengths"][0]["plain_differs"] > 0
+
+
+def test_memory_in_a_fresh_process() -> None:
+    found = measure.memory_in_fresh_process(arguments(tokens=2048, heads=16), "plain")
+    assert found["bytes"] > 2048 * 16 * 512 * 4  # at least its products
+    small = measure.memory_in_fresh_process(arguments(tokens=2048, heads=16), "kpool")
+    assert small["bytes"] < found["bytes"] / 4
+
+
+def test_sampled_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the mark cannot be reset a thread samples."""
+    monkeypatch.setattr(measure.PeakMemory, "_reset", lambda self: False)
+    with measure.PeakMemory() as memory:
+        block = torch.ones(32 << 20)
+        for _ in range(20):
+            block.add_(1)
+    assert memory.peak - memory.before > 100 << 20 and memory.method.startswith("sampled")
+
+
+def test_says_what_to_distrust(monkeypatch: pytest.MonkeyPatch) -> None:
+    report: dict[str, Any] = {
+        "machine": {"quiet": False, "busy_before": 0.6},
+        "lengths": [{"correct": True, "runs": 2}],
+    }
+    busy, few = bench.notes(report)
+    assert "not quiet" in busy and "60%" in busy and "2 runs only" in few
+    report = {"machine": {"quiet": True, "busy_before": 0.0}, "lengths": [{"correct": True, "runs": 5}]}
+    assert bench.notes(report) == []
+
+
+@pytest.mark.parametrize("name", ["bench.png", "bench.svg"])
+def test_plot(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    code, _ = run_json(capsys, "--lengths", "128,256", "--no-memory", "--plot", str(tmp_path / name))
+    assert code == OK and (tmp_path / name).stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "more, code",
+    [("--device cuda", UNAVAILABLE), ("--lengths x", USAGE), ("--topk 63", USAGE), ("--lengths 0", USAGE)],
+)
+def test_refusals(more: str, code: int) -> None:
+    assert main([*SMALL, *more.split()]) == code
