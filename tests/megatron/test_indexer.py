@@ -74,6 +74,59 @@ def test_packed_tensors_may_lack_the_batch_dimension() -> None:
     assert_replicated([expected, indexer(given["x"][:, 0], given["qr"][:, 0], None, params)])
 
 
+def test_padded_lengths_win() -> None:
+    padded, plain = Case(docs=(13, 3, 20), padded=(16, 4, 24)), Case(docs=(16, 4, 24))
+    indexer, given = build_attention(plain).indexer, inputs(plain)
+    expected = indexer(given["x"], given["qr"], None, packed_params(plain))
+    assert_replicated([expected, indexer(given["x"], given["qr"], None, packed_params(padded))])
+    assert bool((expected[:, 44:] == -1).all())
+
+
+def test_positions_of_sequence_local_rows_are_honoured() -> None:
+    case = Case(tp=2, sp=True)
+    positions = torch.randperm(case.tokens // 2, generator=torch.Generator().manual_seed(0)) * 2
+
+    def select(world: Any) -> torch.Tensor:
+        given = {name: tensor.chunk(2)[world.rank()] for name, tensor in inputs(case).items()}
+        indexer = build_attention(case, world, None).indexer
+        tokens: torch.Tensor = indexer.select(
+            given["x"], given["qr"], query_rows=positions.numel(), position_ids=positions[None]
+        )
+        return tokens
+
+    for tokens in run(select, 2).results:
+        # an even position is never the last of its pool, so it is in the tail
+        assert torch.equal(tokens[0].amax(-1).long(), positions)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dsa_indexer_scoring_relu", False),
+        ("dsa_indexer_rotate_activation", True),
+        ("dsa_indexer_k_norm_epsilon", 10.0),
+    ],
+)
+def test_fields_of_the_model_are_honoured(field: str, value: Any) -> None:
+    case = Case(tokens=203, dtype=torch.bfloat16)
+    given = inputs(case)
+    changed = Case(tokens=203, dtype=torch.bfloat16, config={field: value})
+    indexer, other = build_attention(case).indexer, build_attention(changed).indexer
+    k, k_other = (part.project_keys(given["x"])[0] for part in (indexer, other))
+    assert torch.equal(k, k_other) is (field != "dsa_indexer_k_norm_epsilon")
+    assert not torch.equal(indexer(given["x"], given["qr"]), other(given["x"], given["qr"]))
+
+
+def test_keys_can_be_normalised_in_fp32() -> None:
+    case = Case(dtype=torch.bfloat16, config={"dsa_indexer_k_norm_fp32": True})
+    indexer, given = build_attention(case).indexer, inputs(case)
+    indexer.k_norm.float()
+    raw, _ = indexer.linear_wk(given["x"])
+    k, _ = indexer.project_keys(given["x"])
+    assert k.dtype is torch.bfloat16
+    assert_replicated([indexer.k_norm(raw.float()).bfloat16(), k])
+
+
 def test_an_additive_mask_decides() -> None:
     case = Case()
     indexer, given = build_attention(case).indexer, inputs(case)
