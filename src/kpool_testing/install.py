@@ -38,6 +38,7 @@ def installed(simulation: Simulation) -> Iterator[Callable[[Sequence[str]], Rank
     describe = getattr(c10d_logger, "_get_msg_dict", None)
     names = {name: getattr(c10d, name) for name in ("_backend", "_default_pg_init_method")}
     registry = {name: _copied(getattr(dist.Backend, name)) for name in _REGISTRY if hasattr(dist.Backend, name)}
+    _keep_fake_cuda_guard()
     native._set_thread_isolation_mode(True)
     try:
         c10d._world = RankWorld()
@@ -62,6 +63,17 @@ def installed(simulation: Simulation) -> Iterator[Callable[[Sequence[str]], Rank
         if hasattr(dist.Backend, _NAME.upper()):
             delattr(dist.Backend, _NAME.upper())
         native._set_thread_isolation_mode(False)
+
+
+def _keep_fake_cuda_guard() -> None:
+    """Let the caller's thread, not a rank's, be the first to set the device guard that FakeTensorMode needs.
+
+    In a CUDA build of torch without a GPU that guard belongs to the thread that sets it first; fake tensors (DTensor
+    uses them) crash the process once that thread has ended.
+    """
+    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ensure is not None and torch.version.cuda is not None and not torch.cuda.is_available():
+        ensure()
 
 
 def leave_groups() -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dist_nn
 
+from tests.testing.torch_names import all_gather_single, reduce_scatter_single
+
 Body = Callable[[int, Any], Any]
 
 
@@ -68,7 +70,7 @@ def ramp(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 def gather_into(rank: int, g: Any, out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    dist.all_gather_single(out, given, group=g)
+    all_gather_single(out, given, group=g)
     return out
 
 
@@ -165,7 +167,7 @@ def _(rank: int, g: Any) -> Any:
 @case("all_gather_single async")
 def _(rank: int, g: Any) -> Any:
     out = torch.zeros(4, 3)
-    work = dist.all_gather_single(out, ramp(rank, 2, 3), group=g, async_op=True)
+    work = all_gather_single(out, ramp(rank, 2, 3), group=g, async_op=True)
     work.wait()
     return out, work.is_completed()
 
@@ -179,7 +181,7 @@ def _(rank: int, g: Any) -> Any:
 
 @case("all_gather_single not a tensor")
 def _(rank: int, g: Any) -> Any:
-    dist.all_gather_single([1.0], ramp(rank, 2), group=g)
+    all_gather_single([1.0], ramp(rank, 2), group=g)
 
 
 # -- all_gather of a list
@@ -335,7 +337,7 @@ for _name, _in, _out in [
     @case(f"reduce_scatter_single {_name}")
     def _(rank: int, g: Any, a: Any = _in, b: Any = _out) -> Any:
         out = torch.zeros(b)
-        dist.reduce_scatter_single(out, ramp(rank, *a), group=g)
+        reduce_scatter_single(out, ramp(rank, *a), group=g)
         return out
 
 
@@ -344,28 +346,28 @@ for _op in ("AVG", "MAX", "PRODUCT", "BAND"):
     @case(f"reduce_scatter_single {_op}")
     def _(rank: int, g: Any, op: str = _op) -> Any:
         out = torch.zeros(2, 3)
-        dist.reduce_scatter_single(out, ramp(rank, 4, 3), getattr(dist.ReduceOp, op), group=g)
+        reduce_scatter_single(out, ramp(rank, 4, 3), getattr(dist.ReduceOp, op), group=g)
         return out
 
 
 @case("reduce_scatter_single int64")
 def _(rank: int, g: Any) -> Any:
     out = torch.zeros(2, dtype=torch.int64)
-    dist.reduce_scatter_single(out, ramp(rank, 4, dtype=torch.int64), group=g)
+    reduce_scatter_single(out, ramp(rank, 4, dtype=torch.int64), group=g)
     return out
 
 
 @case("reduce_scatter_single output of another dtype")
 def _(rank: int, g: Any) -> Any:
     out = torch.zeros(2, dtype=torch.float64)
-    dist.reduce_scatter_single(out, ramp(rank, 4), group=g)
+    reduce_scatter_single(out, ramp(rank, 4), group=g)
     return out
 
 
 @case("reduce_scatter_single transposed input")
 def _(rank: int, g: Any) -> Any:
     out = torch.zeros(2, 3)
-    dist.reduce_scatter_single(out, ramp(rank, 3, 4).t(), group=g)
+    reduce_scatter_single(out, ramp(rank, 3, 4).t(), group=g)
     return out
 
 
@@ -856,8 +858,8 @@ def _(rank: int, g: Any) -> Any:
 def _(rank: int, g: Any) -> Any:
     outs = [torch.zeros(6), torch.zeros(4)]
     with dist.distributed_c10d._coalescing_manager(g):
-        dist.all_gather_single(outs[0], ramp(rank, 3), group=g)
-        dist.all_gather_single(outs[1], ramp(rank, 2), group=g)
+        all_gather_single(outs[0], ramp(rank, 3), group=g)
+        all_gather_single(outs[1], ramp(rank, 2), group=g)
     return outs
 
 
@@ -865,8 +867,8 @@ def _(rank: int, g: Any) -> Any:
 def _(rank: int, g: Any) -> Any:
     outs = [torch.zeros(2), torch.zeros(1)]
     with dist.distributed_c10d._coalescing_manager(g, async_ops=True) as manager:
-        dist.reduce_scatter_single(outs[0], ramp(rank, 4), group=g)
-        dist.reduce_scatter_single(outs[1], ramp(rank, 2), group=g)
+        reduce_scatter_single(outs[0], ramp(rank, 4), group=g)
+        reduce_scatter_single(outs[1], ramp(rank, 2), group=g)
     manager.wait()
     return outs
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from kpool_testing import DeadlockError, simulate
 from kpool_testing.checks import AsyncError
+from tests.testing.torch_names import all_gather_single
 
 
 def poisoned(x: torch.Tensor) -> bool:
@@ -76,7 +77,7 @@ class TestPosting:
 
         def body(group: Any) -> Any:
             x, out = torch.tensor([float(group.rank())]), torch.empty(2)
-            work = dist.all_gather_single(out, x, async_op=True)
+            work = all_gather_single(out, x, async_op=True)
             x.data.fill_(99)
             work.wait()
             return out.tolist()
@@ -89,7 +90,7 @@ class TestPoison:
     def test_outputs_are_poisoned_until_waited_for(self, dtype: torch.dtype) -> None:
         def body(group: Any) -> Any:
             out = torch.zeros(4, dtype=dtype)
-            work = dist.all_gather_single(out, torch.zeros(2, dtype=dtype), async_op=True)
+            work = all_gather_single(out, torch.zeros(2, dtype=dtype), async_op=True)
             dist.barrier()
             early = poisoned(out)
             work.wait()
@@ -131,7 +132,7 @@ class TestPoison:
             out = torch.zeros(4)
             slot = out[2 * group.rank() : 2 * group.rank() + 2]
             slot += group.rank() + 1
-            work = dist.all_gather_single(out, slot, async_op=True)
+            work = all_gather_single(out, slot, async_op=True)
             early = poisoned(out)
             work.wait()
             return early, out.tolist()
@@ -144,7 +145,7 @@ class TestInFlight:
     def test_a_write_before_wait_is_an_error(self, which: str) -> None:
         def body(group: Any) -> None:
             given, out = torch.ones(2), torch.empty(4)
-            work = dist.all_gather_single(out, given, async_op=True)
+            work = all_gather_single(out, given, async_op=True)
             (given if which == "input" else out).zero_()
             work.wait()
 
@@ -168,7 +169,7 @@ class TestInFlight:
     def test_changes_after_wait_are_free(self) -> None:
         def body(group: Any) -> Any:
             x, out = torch.ones(2), torch.empty(4)
-            dist.all_gather_single(out, x, async_op=True).wait()
+            all_gather_single(out, x, async_op=True).wait()
             x.zero_()
             return out.tolist()
 

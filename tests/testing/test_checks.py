@@ -12,6 +12,7 @@ import torch.distributed as dist
 from kpool_testing import CollectiveError, DeadlockError, MismatchError, RankError, simulate
 from kpool_testing.backends import _dense
 from kpool_testing.checks import RefusedError, rank_error
+from tests.testing.torch_names import all_gather_single, reduce_scatter_single
 
 
 def outcome(call: Callable[[int], Any], dialect: str, size: int = 2) -> Exception | None:
@@ -58,15 +59,15 @@ SPOILED_BY_GLOO: dict[str, tuple[Callable[[int], Any], type[Exception]]] = {
         RefusedError,
     ),
     "reduce_scatter_single into a scalar crashes": (
-        lambda r: dist.reduce_scatter_single(torch.zeros(()), torch.zeros(2)),
+        lambda r: reduce_scatter_single(torch.zeros(()), torch.zeros(2)),
         RefusedError,
     ),
     "all_gather_single of other shapes aborts": (
-        lambda r: dist.all_gather_single(torch.zeros(2 * r + 2), torch.zeros(r + 1)),
+        lambda r: all_gather_single(torch.zeros(2 * r + 2), torch.zeros(r + 1)),
         MismatchError,
     ),
     "all_gather_single of float32 and int32": (
-        lambda r: dist.all_gather_single(*(torch.zeros(n, dtype=[torch.float32, torch.int32][r]) for n in (4, 2))),
+        lambda r: all_gather_single(*(torch.zeros(n, dtype=[torch.float32, torch.int32][r]) for n in (4, 2))),
         MismatchError,
     ),
     "all_reduce of other sizes": (lambda r: dist.all_reduce(torch.zeros(r + 1)), MismatchError),
@@ -97,7 +98,7 @@ SPOILED_BY_GLOO: dict[str, tuple[Callable[[int], Any], type[Exception]]] = {
     ),
     "both ranks send first": (two_sends_first, DeadlockError),
     "all_gather_single of an input that requires grad, refused or not by timing": (
-        lambda r: dist.all_gather_single(torch.zeros(2), torch.zeros(1, requires_grad=True)),
+        lambda r: all_gather_single(torch.zeros(2), torch.zeros(1, requires_grad=True)),
         RuntimeError,
     ),
 }
@@ -113,22 +114,22 @@ def test_what_gloo_spoils_is_refused(name: str, dialect: str) -> None:
 # By the source of ProcessGroupNCCL; no GPU has confirmed these.
 REFUSED_BY_NCCL: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
     "strided input": (
-        lambda r: dist.all_gather_single(torch.zeros(4, 3), strided(2, 3)),
+        lambda r: all_gather_single(torch.zeros(4, 3), strided(2, 3)),
         ValueError,
         "Tensors must be contiguous",
     ),
     "output of another dtype": (
-        lambda r: dist.all_gather_single(torch.zeros(4, dtype=torch.float64), torch.zeros(2)),
+        lambda r: all_gather_single(torch.zeros(4, dtype=torch.float64), torch.zeros(2)),
         TypeError,
         "output tensor must have the same type as input tensor",
     ),
     "output of the wrong size": (
-        lambda r: dist.all_gather_single(torch.zeros(5), torch.zeros(2)),
+        lambda r: all_gather_single(torch.zeros(5), torch.zeros(2)),
         ValueError,
         "output tensor size must be equal to world_size times input tensor size",
     ),
     "input of the wrong size": (
-        lambda r: dist.reduce_scatter_single(torch.zeros(2), torch.zeros(5)),
+        lambda r: reduce_scatter_single(torch.zeros(2), torch.zeros(5)),
         ValueError,
         "input tensor size must be equal to world_size times output tensor size",
     ),
@@ -169,11 +170,9 @@ def test_what_nccl_refuses(name: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda r: dist.all_gather_single(torch.zeros(2, 2, 3), torch.zeros(2, 3)),
-        lambda r: dist.all_gather_single(
-            torch.zeros(4).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn)
-        ),
-        lambda r: dist.reduce_scatter_single(torch.zeros(2, 3), torch.zeros(2, 2, 3)),
+        lambda r: all_gather_single(torch.zeros(2, 2, 3), torch.zeros(2, 3)),
+        lambda r: all_gather_single(torch.zeros(4).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn)),
+        lambda r: reduce_scatter_single(torch.zeros(2, 3), torch.zeros(2, 2, 3)),
         lambda r: dist.all_gather([torch.zeros(1), torch.zeros(2)], torch.zeros(r + 1)),
         lambda r: dist.all_reduce(torch.zeros(2, dtype=torch.int32), dist.ReduceOp.AVG),
     ],
@@ -203,7 +202,7 @@ def test_nccl_ignores_tags_and_portable_says_so() -> None:
 
 
 def test_refusals_say_call_argument_expected_and_got() -> None:
-    error = outcome(lambda r: dist.all_gather_single(torch.zeros(2, 2, 3), torch.zeros(2, 3)), "portable")
+    error = outcome(lambda r: all_gather_single(torch.zeros(2, 2, 3), torch.zeros(2, 3)), "portable")
     assert str(error) == (
         "all_gather_single: expected output with shape [4, 3]: 2 times [2, 3] along dim 0, the one form that every "
         "backend takes; got float32 [2, 2, 3]"

@@ -13,6 +13,7 @@ from torch.distributed import all_reduce as bound_all_reduce
 from torch.distributed import broadcast as bound_broadcast
 
 from kpool_testing import collectives, simulate
+from tests.testing.torch_names import all_gather_single
 
 
 def mine(rank: int, *shape: int) -> torch.Tensor:
@@ -265,7 +266,7 @@ class TestThroughTorch:
     def test_group_of_one_still_calls(self) -> None:
         def body(rank: int, group: Any) -> Any:
             out = torch.empty(2)
-            dist.all_gather_single(out, mine(rank, 2))
+            all_gather_single(out, mine(rank, 2))
             return out.tolist()
 
         assert run(body, 1) == [[0, 1]]

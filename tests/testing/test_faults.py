@@ -22,6 +22,7 @@ from kpool_testing.faults import (
     Reorder,
     random_faults,
 )
+from tests.testing.torch_names import all_gather_single
 
 CALLS = 6
 
@@ -33,7 +34,7 @@ def program(group: Any) -> torch.Tensor:
     mine = x.chunk(size)[rank].clone()
     for step in range(3):
         gathered = torch.empty(24, dtype=torch.float64)
-        dist.all_gather_single(gathered, mine * (step + 2))
+        all_gather_single(gathered, mine * (step + 2))
         part = gathered.sum().reshape(1) / size
         dist.all_reduce(part)
         mine = (gathered + part.round()).chunk(size)[rank].clone()
@@ -101,7 +102,7 @@ class TestEachKind:
     def test_corrupt_changes_what_is_sent_and_nothing_of_the_rank(self, dtype: torch.dtype) -> None:
         def body(group: Any) -> Any:
             x, out = torch.ones(3).to(dtype), torch.empty(6, dtype=dtype)
-            dist.all_gather_single(out, x)
+            all_gather_single(out, x)
             return x, out
 
         for x, out in simulate(body, 2, faults=[Corrupt(rank=1)]).results:

@@ -27,6 +27,7 @@ from kpool_testing import (
     simulate,
 )
 from kpool_testing.checks import AsyncError, RefusedError
+from tests.testing.torch_names import all_gather_single
 
 
 def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -37,7 +38,7 @@ def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
     padded = x.new_zeros(rows, *x.shape[1:])
     padded[: len(mine)] = mine
     out = x.new_empty(size * rows, *x.shape[1:])
-    dist.all_gather_single(out, padded, group=group)
+    all_gather_single(out, padded, group=group)
     return out[: len(x)]
 
 
@@ -66,7 +67,7 @@ class TestRightAnswers:
     def test_transposed_input_that_was_made_contiguous(self) -> None:
         def body(group: Any) -> Any:
             out = torch.empty(6, 2)
-            dist.all_gather_single(out, vector(group, 2, 3).t().contiguous())
+            all_gather_single(out, vector(group, 2, 3).t().contiguous())
             return out
 
         expected = torch.cat([torch.arange(6.0).reshape(2, 3).t() + 10 * rank for rank in range(2)])
@@ -75,7 +76,7 @@ class TestRightAnswers:
     def test_async_call_then_wait(self) -> None:
         def body(group: Any) -> Any:
             out = torch.empty(6)
-            work = dist.all_gather_single(out, vector(group), async_op=True)
+            work = all_gather_single(out, vector(group), async_op=True)
             work.wait()
             return out, work.is_completed()
 
@@ -202,7 +203,7 @@ class TestWrongPrograms:
     def test_one_rank_skips_the_call(self) -> None:
         def body(group: Any) -> None:
             if group.rank() != 1:
-                dist.all_gather_single(torch.empty(6), vector(group))
+                all_gather_single(torch.empty(6), vector(group))
 
         message = refused(body, DeadlockError, "rank 0: waits in all_gather_single#0 on group world")
         assert message.count("missing ranks [1]") == 2
@@ -212,8 +213,8 @@ class TestWrongPrograms:
     def test_one_rank_skips_the_first_of_two_calls(self) -> None:
         def body(group: Any) -> None:
             if group.rank() != 1:
-                dist.all_gather_single(torch.empty(6), vector(group))
-            dist.all_gather_single(torch.empty(6), vector(group))
+                all_gather_single(torch.empty(6), vector(group))
+            all_gather_single(torch.empty(6), vector(group))
 
         refused(body, DeadlockError, "all_gather_single#1 on group world", "missing ranks [1]", "rank 1: returned")
 
@@ -222,7 +223,7 @@ class TestWrongPrograms:
             if group.rank() == 1:
                 dist.all_reduce(vector(group))
             else:
-                dist.all_gather_single(torch.empty(6), vector(group))
+                all_gather_single(torch.empty(6), vector(group))
 
         refused(body, MismatchError, "rank 0: all_gather_single(", "rank 1: all_reduce(", "rank 2: all_gather_single(")
 
@@ -230,7 +231,7 @@ class TestWrongPrograms:
     def test_shapes_differ_in_all_gather(self, dialect: str) -> None:
         def body(group: Any) -> None:
             rows = 2 - group.rank()
-            dist.all_gather_single(torch.empty(2 * rows, 3), vector(group, rows, 3))
+            all_gather_single(torch.empty(2 * rows, 3), vector(group, rows, 3))
 
         refused(body, MismatchError, "rank 0: ", "shape=[2, 3]", "shape=[1, 3]", size=2, dialect=dialect)
 
@@ -252,19 +253,19 @@ class TestWrongPrograms:
     def test_dtypes_differ(self, other: torch.dtype, dialect: str) -> None:
         def body(group: Any) -> None:
             x = vector(group).to(other if group.rank() == 1 else torch.float32)
-            dist.all_gather_single(torch.empty(6, dtype=x.dtype), x)
+            all_gather_single(torch.empty(6, dtype=x.dtype), x)
 
         refused(body, MismatchError, "dtype=float32", f"dtype={str(other)[6:]}", dialect=dialect)
 
     def test_output_of_another_dtype(self) -> None:
         def body(group: Any) -> None:
-            dist.all_gather_single(torch.empty(6, dtype=torch.float64), vector(group))
+            all_gather_single(torch.empty(6, dtype=torch.float64), vector(group))
 
         refused(body, RefusedError, "output", "float32", "float64")
 
     def test_output_of_the_wrong_size(self) -> None:
         def body(group: Any) -> None:
-            dist.all_gather_single(torch.empty(5), vector(group))
+            all_gather_single(torch.empty(5), vector(group))
 
         refused(body, RefusedError, "[6]", "[5]")
 
@@ -273,7 +274,7 @@ class TestWrongPrograms:
 
         def body(group: Any) -> Any:
             out = torch.empty(2, 2, 3)
-            dist.all_gather_single(out, vector(group, 2, 3))
+            all_gather_single(out, vector(group, 2, 3))
             return out
 
         refused(body, RefusedError, "[4, 3]", "[2, 2, 3]", size=2)
@@ -286,7 +287,7 @@ class TestWrongPrograms:
 
         def body(group: Any) -> Any:
             out = torch.empty(6, 2)
-            dist.all_gather_single(out, vector(group, 2, 3).t())
+            all_gather_single(out, vector(group, 2, 3).t())
             return out
 
         refused(body, RefusedError, "contiguous", size=2)
@@ -316,7 +317,7 @@ class TestWrongPrograms:
         def body(group: Any) -> None:
             if group.rank() == 1:
                 raise ValueError("boom on rank 1")
-            dist.all_gather_single(torch.empty(6), vector(group))
+            all_gather_single(torch.empty(6), vector(group))
 
         message = refused(
             body, RankError, "rank 1 raised ValueError: boom on rank 1", "rank 0: waits in", "rank 2: waits"
@@ -329,7 +330,7 @@ class TestWrongPrograms:
     def test_read_before_wait_is_poison(self) -> None:
         def body(group: Any) -> Any:
             out = torch.zeros(6)
-            work = dist.all_gather_single(out, vector(group), async_op=True)
+            work = all_gather_single(out, vector(group), async_op=True)
             early = out.clone()
             work.wait()
             return early, out
@@ -360,7 +361,7 @@ class TestWrongPrograms:
     def test_input_changed_in_flight(self) -> None:
         def body(group: Any) -> None:
             x, out = vector(group), torch.empty(6)
-            work = dist.all_gather_single(out, x, async_op=True)
+            work = all_gather_single(out, x, async_op=True)
             x.zero_()
             work.wait()
 
