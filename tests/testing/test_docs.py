@@ -19,13 +19,7 @@ from typing import Any
 
 import pytest
 
-# Loaded here, so that inner pytest runs in this process do not load (and unload) them for themselves.
-import kpool_testing.faults
-import kpool_testing.launch
-import kpool_testing.proof
-import kpool_testing.replay
-import kpool_testing.strategies
-import kpool_testing.world  # noqa: F401
+from tests.testing.inner_pytest import run_inner
 
 pytest_plugins = ["pytester"]
 
@@ -95,7 +89,7 @@ def run_tests(block: Block, pytester: pytest.Pytester) -> str:
     )
     path = pytester.path / f"test_line_{block.line}.py"
     path.write_text(block.body, encoding="utf-8")
-    result = pytester.runpytest_inprocess(str(path))
+    result = run_inner(pytester, str(path))
     outcomes = result.parseoutcomes()
     wanted = {"failed"} if block.info == "python fails" else {"passed"}
     assert outcomes.keys() == wanted, f"line {block.line}: {outcomes}"
@@ -103,12 +97,12 @@ def run_tests(block: Block, pytester: pytest.Pytester) -> str:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_document(path: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document(path: Path, inner_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
         monkeypatch.delenv(name, raising=False)
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(path.read_text(encoding="utf-8")):
-        printed = run_tests(block, pytester) if block.is_test_file else run_script(block, path, names)
+        printed = run_tests(block, inner_project) if block.is_test_file else run_script(block, path, names)
         if block.output is not None:
             text = f"{path.name}:{block.line} printed\n{printed}\nnot\n{block.output}"
             assert shows(printed, block.output), text
@@ -150,11 +144,11 @@ class TestCollector:
         last = caught.traceback[-1]
         assert (Path(last.path).name, last.lineno + 1) == ("page.md", 41)
 
-    def test_a_failing_test_block_fails(self, pytester: pytest.Pytester) -> None:
+    def test_a_failing_test_block_fails(self, inner_project: pytest.Pytester) -> None:
         with pytest.raises(AssertionError, match=r"line 7: \{'failed': 1\}"):
-            run_tests(Block("python", "def test_it():\n    assert False\n", 7), pytester)
+            run_tests(Block("python", "def test_it():\n    assert False\n", 7), inner_project)
         with pytest.raises(AssertionError, match=r"line 7: \{'passed': 1\}"):
-            run_tests(Block("python fails", "def test_it():\n    pass\n", 7), pytester)
+            run_tests(Block("python fails", "def test_it():\n    pass\n", 7), inner_project)
 
 
 def _collect_example(name: str) -> None:

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Loaded here, so that inner pytest runs in this process do not load (and unload) them for themselves.
-import kpool_testing.launch
-import kpool_testing.replay
-import kpool_testing.world  # noqa: F401
+from tests.testing.inner_pytest import run_inner
 
 pytest_plugins = ["pytester"]
 
@@ -29,12 +26,12 @@ GATHER = """
 
 
 @pytest.fixture
-def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+def inner(inner_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A project of its own with warnings as errors; nothing of the outer launcher or xdist reaches it."""
     for name in [name for name in os.environ if name.startswith(("PYTEST_XDIST", "RANK", "WORLD_SIZE"))]:
         monkeypatch.delenv(name)
-    pytester.makeini("[pytest]\naddopts = -p no:cacheprovider --strict-markers\nfilterwarnings = error\n")
-    return pytester
+    inner_project.makeini("[pytest]\naddopts = -p no:cacheprovider --strict-markers\nfilterwarnings = error\n")
+    return inner_project
 
 
 def write(inner: pytest.Pytester, body: str) -> None:
@@ -51,7 +48,7 @@ def test_ranks_run_once_per_size_of_the_marker(inner: pytest.Pytester) -> None:
         assert run.results == [[10 * r for r in range(world_size)]] * world_size
 """,
     )
-    result = inner.runpytest_inprocess("-v", "-p", "no:randomly")
+    result = run_inner(inner, "-v", "-p", "no:randomly")
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(
         ["ranks: backend=fake, trace=off", "*::test_it?2ranks? PASSED*", "*::test_it?5ranks? PASSED*"]
@@ -80,7 +77,7 @@ def test_without_a_marker_an_even_and_an_odd_size_run(inner: pytest.Pytester) ->
         assert len(collective_trace) == 0 and collective_trace.size == 3
 """,
     )
-    result = inner.runpytest_inprocess("-v")
+    result = run_inner(inner, "-v")
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines_random(["*test_it?2ranks?*", "*test_it?3ranks?*"])
 
@@ -103,7 +100,7 @@ def test_a_projects_own_parametrization_wins(inner: pytest.Pytester) -> None:
             assert len(ranks(gathered)) == 2
 """,
     )
-    inner.runpytest_inprocess().assert_outcomes(passed=3)
+    run_inner(inner).assert_outcomes(passed=3)
 
 
 @pytest.mark.parametrize("arguments", ["", "0", "True", "'2'"])
@@ -116,7 +113,7 @@ def test_a_bad_marker_is_refused(inner: pytest.Pytester, arguments: str) -> None
         pass
 """,
     )
-    result = inner.runpytest_inprocess()
+    result = run_inner(inner)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*world_size takes positive integers*"])
 
@@ -131,7 +128,7 @@ def test_options_go_to_the_simulation(inner: pytest.Pytester) -> None:
             ranks(gathered, dialect="latin")
 """,
     )
-    inner.runpytest_inprocess().assert_outcomes(passed=1)
+    run_inner(inner).assert_outcomes(passed=1)
 
 
 def test_a_failing_test_leaves_its_page(inner: pytest.Pytester) -> None:
@@ -154,7 +151,7 @@ def test_a_failing_test_leaves_its_page(inner: pytest.Pytester) -> None:
         assert False
 """,
     )
-    result = inner.runpytest_inprocess("--ranks-trace=pages", "-p", "no:randomly")
+    result = run_inner(inner, "--ranks-trace=pages", "-p", "no:randomly")
     result.assert_outcomes(passed=1, failed=3)
     pages = sorted(path.name for path in (inner.path / "pages").iterdir())
     assert [name.partition(".py_")[2] for name in pages] == [
@@ -175,27 +172,27 @@ def test_a_run_that_simulates_by_itself_leaves_its_page_too(inner: pytest.Pytest
         simulate(lambda group: gathered(group) if group.rank() else None, 2)
 """,
     )
-    inner.runpytest_inprocess("--ranks-trace=pages").assert_outcomes(failed=1)
+    run_inner(inner, "--ranks-trace=pages").assert_outcomes(failed=1)
     assert len(list((inner.path / "pages").iterdir())) == 1
 
 
 def test_fixtures_and_markers_are_documented(inner: pytest.Pytester) -> None:
-    fixtures = inner.runpytest_inprocess("--fixtures").stdout.str()
+    fixtures = run_inner(inner, "--fixtures").stdout.str()
     for words in ("ranks --", "fake_group --", "collective_trace --", "world_size --", "Call `ranks(fn)` to run"):
         assert words in fixtures
-    inner.runpytest_inprocess("--markers").stdout.fnmatch_lines(["*world_size(?sizes): run the test once per*"])
-    inner.runpytest_inprocess("--help").stdout.fnmatch_lines(["*--ranks-backend=*", "*--ranks-trace=DIR*"])
+    run_inner(inner, "--markers").stdout.fnmatch_lines(["*world_size(?sizes): run the test once per*"])
+    run_inner(inner, "--help").stdout.fnmatch_lines(["*--ranks-backend=*", "*--ranks-trace=DIR*"])
 
 
 def test_the_world_is_refused_without_a_launcher_and_under_xdist(
     inner: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = inner.runpytest_inprocess("--ranks-backend=world")
+    result = run_inner(inner, "--ranks-backend=world")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*needs a launcher: torchrun*"])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    result = inner.runpytest_inprocess("--ranks-backend=world", "-n", "2")
+    result = run_inner(inner, "--ranks-backend=world", "-n", "2")
     result.stderr.fnmatch_lines(["*runs every test on every rank: leave out -n*"])
 
 
@@ -213,7 +210,7 @@ def test_simulated_tests_stay_simulated_under_a_launcher(
     )
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    inner.runpytest_inprocess().assert_outcomes(passed=1)
+    run_inner(inner).assert_outcomes(passed=1)
 
 
 def test_a_session_without_ranks_does_not_pay(inner: pytest.Pytester) -> None:
