@@ -1,6 +1,7 @@
 """kpool: exact, memory-bounded k-pool token selection for GLM-5.3-Flash sparse attention, sharded over query rows."""
 
 from kpool.attention import KPoolSparseAttention
+from kpool.cache import IndexerCache
 from kpool.captures import capture
 from kpool.config import KPoolConfig
 from kpool.indexer import KPoolIndexer
@@ -12,6 +13,7 @@ from kpool.visibility import Visibility
 __version__ = "0.1.0"
 
 __all__ = [
+    "IndexerCache",
     "KPoolConfig",
     "KPoolIndexer",
     "KPoolSparseAttention",
