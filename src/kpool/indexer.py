@@ -25,10 +25,11 @@ from kpool.cache import IndexerCache
 from kpool.config import KPoolConfig
 from kpool.linear import ROW_TILE, row_linear
 from kpool.ops import select_pools
-from kpool.pooling import NUMERICS, PooledKeys, pool_keys
+from kpool.pooling import PooledKeys, pool_keys
 from kpool.replication import check_replicated
 from kpool.selection import ORDERS, expand
 from kpool.sharding import Group, check_group
+from kpool.validation import NUMERICS
 from kpool.visibility import Visibility
 
 __all__ = ["IndexerCache", "KPoolIndexer"]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kpool.dispatch import triton_pools
 from kpool.grid import PoolGrid
+from kpool.validation import check_pooling
 
-NUMERICS = ("megatron", "hf")
 _PIECE_ELEMENTS = 1 << 22  # fp32 elements of keys worked on at a time: 16 MiB
 
 
@@ -68,8 +68,6 @@ def pool_keys(
     Raises:
         TypeError, ValueError: dtypes, shapes, ``numerics`` or (on CPU) values of ``cu_seqlens_kv``.
     """
-    from kpool.validation import check_pooling
-
     check_pooling(k, gate_score, ape, pool_size, cu_seqlens_kv, numerics)
     if cu_seqlens_kv is None:
         grid = PoolGrid.plain(k.shape[0], pool_size, k.device)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kpool.pooling import NUMERICS
 from kpool.scoring import TRANSFORMS
 from kpool.selection import ORDERS
 from kpool.sharding import PLANS
 from kpool.visibility import check_cu_seqlens
 
+NUMERICS = ("megatron", "hf")
 IMPLS = ("auto", "reference", "torch", "triton")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_KEYS = 2**31  # key slots are returned as int32
