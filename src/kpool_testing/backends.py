@@ -45,8 +45,10 @@ def all_tensors(arguments: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensors among a call's arguments, with the arguments' names."""
     named: list[tuple[str, Tensor]] = []
     for name, value in arguments.items():
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        named += [(name, part) for part in parts if isinstance(part, Tensor)]
+        if isinstance(value, Tensor):
+            named.append((name, value))
+        elif isinstance(value, (list, tuple)):
+            named += [(name, part) for part in value if isinstance(part, Tensor)]
     return named
 
 

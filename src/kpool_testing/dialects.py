@@ -36,13 +36,14 @@ def allows_uneven_lists(dialect: str) -> bool:
 def _portable(kind: str, a: dict[str, Any]) -> None:
     if kind == "recv_anysource":
         raise RefusedError("recv from any source: NCCL has no such call, expected a source rank")
-    for name, tensor in all_tensors(a):
+    tensors = all_tensors(a)
+    for name, tensor in tensors:
         if not tensor.is_contiguous():
             refuse(kind, name, "contiguous memory", tensor)
         if tensor.dtype not in GLOO_DTYPES and not tensor.dtype.is_complex:
             refuse(kind, name, "a dtype that both gloo and NCCL carry", tensor)
     if "op" in a:
-        _portable_op(kind, a["op"], [tensor.dtype for _, tensor in all_tensors(a)])
+        _portable_op(kind, a["op"], [tensor.dtype for _, tensor in tensors])
     specific = _PORTABLE.get(kind)
     if specific is not None:
         specific(kind, a)

@@ -27,7 +27,8 @@ def _where(simulation: Simulation, seat: Seat) -> str:
     if isinstance(seat.error, DropOut):
         return str(seat.error)
     if seat.error is not None:
-        return f"raised {_headline(seat.error)} at {_raised_at(seat.error)}"
+        site = _raised_at(seat.error)
+        return f"raised {_headline(seat.error)}" + (f" at {site}" if site is not None else "")
     if seat.status == DONE:
         return "returned; will never join another call"
     if seat.wait is not None:
@@ -45,8 +46,8 @@ def _headline(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def _raised_at(error: BaseException) -> str:
-    site = "?"
+def _raised_at(error: BaseException) -> str | None:
+    site = None
     for frame in traceback.extract_tb(error.__traceback__):
         if _is_user_file(frame.filename):
             site = f"{Path(frame.filename).as_posix()}:{frame.lineno}"
@@ -82,7 +83,8 @@ def _raise_rank(simulation: Simulation, seat: Seat) -> None:
     lines = simulation.lines if simulation.lines is not None else rank_lines(simulation)
     if isinstance(error, CollectiveError):
         error.trace = simulation.trace
-        if any(f"rank {other.rank}:" not in str(error) for other in simulation.baton.seats):
+        same = {_headline(other.error) for other in simulation.baton.seats if other.error is not None}
+        if len(same) > 1 or any(other.error is None for other in simulation.baton.seats):
             error.add_note("\n".join(["where every rank was:", *lines]))
         _annotate(simulation, error)
         raise error

@@ -227,6 +227,15 @@ class TestWrongPrograms:
 
         refused(body, MismatchError, "rank 0: all_gather_single(", "rank 1: all_reduce(", "rank 2: all_gather_single(")
 
+    def test_different_collectives_while_another_rank_is_missing(self) -> None:
+        def body(group: Any) -> None:
+            if group.rank() == 0:
+                dist.all_reduce(vector(group))
+            elif group.rank() == 1:
+                dist.broadcast(vector(group), 0)
+
+        refused(body, MismatchError, "rank 0: all_reduce(", "rank 1: broadcast(", "rank 2: has not made this call")
+
     @pytest.mark.parametrize("dialect", ["portable", "gloo", "nccl"])
     def test_shapes_differ_in_all_gather(self, dialect: str) -> None:
         def body(group: Any) -> None:
