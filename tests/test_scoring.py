@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kpool import reference, scoring, tiled
+from kpool import fused_qk_topk_kpool, reference, scoring, tiled
 from kpool.scoring import differentiable_scores, quantize_fp8, rotate, transform, unmasked_pools, visible_pools
 
 
@@ -136,3 +136,22 @@ def test_hidden_pools_send_no_gradient(device: torch.device) -> None:
     )
     assert bool((gradient[[0, 3, 4, 5]] == 0).all()) and bool(gradient[[1, 2]].isfinite().all())
     assert bool((gradient[[1, 2]] != 0).any())
+
+
+@pytest.mark.parametrize("setting", ["mkldnn", "everywhere"])
+def test_a_program_that_allows_rounded_products_changes_no_score(setting: str) -> None:
+    """`torch.set_float32_matmul_precision("medium")` lets fp32 products be rounded to bf16; a score's may not."""
+    torch.manual_seed(0)
+    rows, heads, dim = 64, 32, 64
+    q, k = torch.randn(rows, 1, heads, dim), torch.randn(512, 1, dim)
+    weights = torch.randn(rows, 1, heads)
+    expected, _ = fused_qk_topk_kpool(q, k, weights, 64, 4, None, None)
+    holder = torch.backends.mkldnn.matmul if setting == "mkldnn" else torch.backends
+    before = holder.fp32_precision
+    holder.fp32_precision = "bf16"
+    try:
+        got, _ = fused_qk_topk_kpool(q, k, weights, 64, 4, None, None)
+        assert holder.fp32_precision == "bf16"
+    finally:
+        holder.fp32_precision = before
+    assert torch.equal(got, expected)

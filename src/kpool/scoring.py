@@ -14,7 +14,9 @@ Transforms act on the last dimension, on q and on the *pooled* key alike:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,6 +90,25 @@ class _Fp8RoundTrip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+@contextmanager
+def full_fp32_products(device: torch.device) -> Iterator[None]:
+    """fp32 matrix products stay fp32, whatever ``torch.set_float32_matmul_precision`` and its kin allow.
+
+    A program may let fp32 products use TF32 or bf16 for its own speed; a head sum rounded so is not the score.
+    The setting is global: it is changed only where it has to be, and put back.
+    """
+    backend: Any = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, general = backend.fp32_precision, torch.backends.fp32_precision  # type: ignore[attr-defined]
+    if before == "ieee" or (before == "none" and general in ("none", "ieee")):
+        yield
+        return
+    backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before
 
 
 ScoreFn = Callable[..., Tensor]

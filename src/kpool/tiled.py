@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kpool.scoring import full_fp32_products, unmasked_pools, visible_pools
 from kpool.scoring import transform as transform_input
-from kpool.scoring import unmasked_pools, visible_pools
 from kpool.selection import HIDDEN, order_key, take_top
 from kpool.sharding import RowBlocks
 
@@ -125,17 +125,18 @@ def scores(
     out = torch.full((batch, rows, pools), -torch.inf, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out
-    for entry in range(batch):
-        view = min(entry, pool_lo.shape[0] - 1)
-        scorer = Scorer(q[:, entry], keys[:, entry], weights[:, entry], use_relu, dot_scale, transform)
-        need = Need.of(pool_lo[view], pool_hi[view], None, scorer, RowBlocks.all(rows))
-        for first, last in _groups(0, rows, scorer.group_rows(_SCORES_CHUNK)):
-            block, start = scorer.score(first, last, need)
-            width = min(start + block.shape[1], pools) - start
-            lo, hi = pool_lo[view, first:last], pool_hi[view, first:last]
-            seen = visible_pools(lo, hi, None if mask is None else mask[view, first:last], pool_size, pools)
-            part = out[entry, first:last, start : start + width]
-            torch.where(seen[:, start : start + width], block[:, :width], part, out=part)
+    with full_fp32_products(q.device):
+        for entry in range(batch):
+            view = min(entry, pool_lo.shape[0] - 1)
+            scorer = Scorer(q[:, entry], keys[:, entry], weights[:, entry], use_relu, dot_scale, transform)
+            need = Need.of(pool_lo[view], pool_hi[view], None, scorer, RowBlocks.all(rows))
+            for first, last in _groups(0, rows, scorer.group_rows(_SCORES_CHUNK)):
+                block, start = scorer.score(first, last, need)
+                width = min(start + block.shape[1], pools) - start
+                lo, hi = pool_lo[view, first:last], pool_hi[view, first:last]
+                seen = visible_pools(lo, hi, None if mask is None else mask[view, first:last], pool_size, pools)
+                part = out[entry, first:last, start : start + width]
+                torch.where(seen[:, start : start + width], block[:, :width], part, out=part)
     return out
 
 
@@ -163,21 +164,22 @@ def _select(
     spans = blocks.spans(rows) if pools else []
     if free is None or sum(last - first for _, first, last in spans) != blocks.count:
         ids.fill_(-1)
-    for entry in range(batch if spans else 0):
-        view = min(entry, pool_lo.shape[0] - 1)
-        lo, hi = pool_lo[view], pool_hi[view]
-        scorer = Scorer(q[:, entry], keys[:, entry], weights[:, entry], use_relu, dot_scale, transform)
-        need = Need.of(lo, hi, free, scorer, blocks)
-        group_rows = scorer.group_rows(chunk_bytes)
-        for local, begin, end in spans:
-            span = ids[entry, local : local + end - begin]
-            if free is not None:
-                _write_everything(span, lo[begin:end], hi[begin:end])
-            for first, last in _groups(begin, end, group_rows):
-                if need.any(first, last):
-                    window = None if mask is None else mask[view, first:last]
-                    group = _Group(first, last, lo[first:last], hi[first:last], window, pool_size)
-                    group.select(scorer, need, order, span[first - begin : last - begin])
+    with full_fp32_products(q.device):
+        for entry in range(batch if spans else 0):
+            view = min(entry, pool_lo.shape[0] - 1)
+            lo, hi = pool_lo[view], pool_hi[view]
+            scorer = Scorer(q[:, entry], keys[:, entry], weights[:, entry], use_relu, dot_scale, transform)
+            need = Need.of(lo, hi, free, scorer, blocks)
+            group_rows = scorer.group_rows(chunk_bytes)
+            for local, begin, end in spans:
+                span = ids[entry, local : local + end - begin]
+                if free is not None:
+                    _write_everything(span, lo[begin:end], hi[begin:end])
+                for first, last in _groups(begin, end, group_rows):
+                    if need.any(first, last):
+                        window = None if mask is None else mask[view, first:last]
+                        group = _Group(first, last, lo[first:last], hi[first:last], window, pool_size)
+                        group.select(scorer, need, order, span[first - begin : last - begin])
     return ids
 
 
