@@ -27,10 +27,9 @@ from kpool.cli.outcome import Outcome, RankReport
 from kpool.cli.verdict import compare_expected, judge, sample_rows
 from kpool.cli.workload import LAYOUTS, add_geometry, positive, seeded_call, visibility_of, with_layout
 from kpool.ops import fused_qk_topk_kpool
-from kpool.pooling import NUMERICS
 from kpool.selection import ORDERS
 from kpool.sharding import PLANS, ShardPlan
-from kpool.validation import IMPLS
+from kpool.validation import IMPLS, NUMERICS
 from kpool.windows import RowWindows
 from kpool_testing import CollectiveError, Run
 from kpool_testing import run_ranks as launch
