@@ -125,7 +125,7 @@ def run(fn: Callable[[Any], Any], size: int, backend: str = "fake", **options: A
         with on_cpu():
             return fn(group)
 
-    return run_ranks(body, size, backend)
+    return run_ranks(body, size, backend, timeout=60)  # every process imports megatron-core first
 
 
 @dataclass

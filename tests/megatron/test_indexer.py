@@ -74,6 +74,14 @@ def test_packed_tensors_may_lack_the_batch_dimension() -> None:
     assert_replicated([expected, indexer(given["x"][:, 0], given["qr"][:, 0], None, params)])
 
 
+def test_the_tail_can_be_left_out() -> None:
+    case = Case(options={"index_kpool_always_select_tail": False})
+    given = inputs(case)
+    tokens = build_attention(case).indexer(given["x"], given["qr"])
+    assert tokens.shape == (1, case.tokens, TOPK)
+    assert_replicated([build_attention(Case()).indexer(given["x"], given["qr"])[..., :TOPK].contiguous(), tokens])
+
+
 def test_padded_lengths_win() -> None:
     padded, plain = Case(docs=(13, 3, 20), padded=(16, 4, 24)), Case(docs=(16, 4, 24))
     indexer, given = build_attention(plain).indexer, inputs(plain)
@@ -122,7 +130,10 @@ def test_keys_can_be_normalised_in_fp32() -> None:
     indexer, given = build_attention(case).indexer, inputs(case)
     indexer.k_norm.float()
     raw, _ = indexer.linear_wk(given["x"])
+    dtypes: list[torch.dtype] = []
+    indexer.k_norm.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
     k, _ = indexer.project_keys(given["x"])
+    assert dtypes == [torch.float32]
     assert k.dtype is torch.bfloat16
     assert_replicated([indexer.k_norm(raw.float()).bfloat16(), k])
 
@@ -156,6 +167,14 @@ def test_no_gradient_reaches_the_inputs_of_the_indexer() -> None:
     attention(**given, attention_mask=None, attn_mask_type=AttnMaskType.causal).sum().backward()
     assert given["x"].grad is None and given["qr"].grad is None
     assert given["query"].grad is not None and given["key"].grad is not None
+
+
+def test_no_selection_is_kept_after_a_call() -> None:
+    """At 512k tokens one is 4 GiB."""
+    attention = build_attention(Case())
+    options = {"attention_mask": None, "attn_mask_type": AttnMaskType.causal}
+    attention(**inputs(Case()), **options)
+    assert not [name for name, value in vars(attention).items() if isinstance(value, torch.Tensor)]
 
 
 def test_parameters_are_frozen_and_marked() -> None:

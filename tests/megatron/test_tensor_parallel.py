@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from kpool.integrations.megatron import KPoolDSAIndexer
 from kpool_testing import assert_replicated
 from tests.megatron.support import (
     Case,
     IgnoresFlag,
     SharesLocalRows,
     compare,
+    gathers,
     on_mesh,
     run,
     step,
@@ -56,21 +60,20 @@ def test_real_processes(size: int) -> None:
     compare(Case(tp=size, tokens=50), "gloo")
 
 
+class Cyclic(KPoolDSAIndexer):
+    """The indexer with another plan."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, shard_plan="block_cyclic", **kwargs)
+
+
 def test_a_plan_can_be_chosen() -> None:
-    case = on_mesh(LAYOUTS["plain"], 2)
-
-    def cyclic(world: object) -> object:
-        from kpool.integrations.megatron import KPoolDSAIndexer
-
-        class Cyclic(KPoolDSAIndexer):
-            def __init__(self, *args: object, **kwargs: object) -> None:
-                super().__init__(*args, shard_plan="block_cyclic", **kwargs)
-
-        return step(world, case.with_flag(True), Cyclic)
-
-    contiguous = run(lambda world: step(world, case.with_flag(True)), 2)
-    for one, other in zip(contiguous.results, run(cyclic, 2).results, strict=True):
+    case = Case(tp=2, tokens=50, flag=True)
+    contiguous, cyclic = (run(lambda world, i=i: step(world, case, i), 2) for i in (None, Cyclic))
+    for one, other in zip(contiguous.results, cyclic.results, strict=True):
         assert_replicated([one, other])
+    # 50 rows are two shares of 25, or seven blocks of 8, four of them with the first rank
+    assert [{call.shape[1] for call in gathers(found)} for found in (contiguous, cyclic)] == [{25}, {32}]
 
 
 def test_a_forgotten_flag_is_noticed() -> None:

@@ -30,7 +30,10 @@ from kpool.integrations.megatron import (
     with_kpool,
 )
 from kpool.integrations.megatron.capability import missing_hooks, require_hooks
+from kpool.integrations.megatron.settings import resolve
 from tests.megatron.support import HIDDEN, LORA, TOPK, Case, Mesh, build_attention, gathers, inputs, model_config, run
+
+SIZES = ("hidden_size", "q_lora_rank", "index_n_heads", "index_head_dim", "index_topk")
 
 pytestmark = pytest.mark.megatron
 
@@ -152,6 +155,15 @@ class TestSettings:
 
         on = said if said is not None else environment == "1"
         assert len(gathers(run(select, 2))) == (0 if not on else 2 if said is not None else 4)
+
+    @pytest.mark.parametrize("attribute", [True, False])
+    def test_an_attribute_of_the_config_fills_what_the_options_leave_open(self, attribute: bool) -> None:
+        config = model_config(Case())
+        options = KPoolConfig(**{name: getattr(kpool_config(config), name) for name in SIZES})
+        config.dsa_indexer_kpool_shard_queries_across_tp = attribute
+        assert resolve(config, options).shard_queries_across_tp is attribute
+        said = options.replace(dsa_indexer_kpool_shard_queries_across_tp=not attribute)
+        assert resolve(config, said).shard_queries_across_tp is not attribute
 
     def test_unknown_values_are_errors(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(SHARD_QUERIES_ENV, "maybe")
