@@ -105,14 +105,30 @@ def scores(
 
     Arguments as for `select`. Not differentiable by itself (`kpool.scoring.differentiable_scores` wraps it).
     """
+    tensors = (q.detach(), keys.detach(), weights.detach(), pool_lo, pool_hi, mask)
+    result: Tensor = torch.ops.kpool.scores_triton(*tensors, pool_size, use_relu, dot_scale, transform)
+    return result
+
+
+@torch.library.custom_op("kpool::scores_triton", mutates_args=())
+def _scores(
+    q: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    pool_lo: Tensor,
+    pool_hi: Tensor,
+    mask: Tensor | None,
+    pool_size: int,
+    use_relu: bool,
+    dot_scale: float,
+    transform: str,
+) -> Tensor:
     total, batch = q.shape[:2]
     pools = keys.shape[0]
     out = q.new_empty((batch, total, pools), dtype=torch.float32)
     if out.numel() == 0:
         return out
-    call = ScoreCall.of(
-        q.detach(), keys.detach(), weights.detach(), pool_lo, pool_hi, mask, pool_size, use_relu, dot_scale
-    )
+    call = ScoreCall.of(q, keys, weights, pool_lo, pool_hi, mask, pool_size, use_relu, dot_scale)
     width = call.tile.rows
     chunk = max(width, _SCORES_CHUNK_BYTES // (8 * call.ld * batch) // width * width)
     buffer = q.new_empty(batch * min(chunk, total) * call.ld, dtype=torch.int32)
@@ -124,6 +140,22 @@ def scores(
         values = torch.where(ranks < 0, ranks ^ 0x7FFFFFFF, ranks).view(torch.float32)
         out[:, first : first + piece.count] = values.masked_fill_(ranks == EXCLUDED_KEY, float("-inf"))
     return out
+
+
+@_scores.register_fake
+def _(
+    q: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    pool_lo: Tensor,
+    pool_hi: Tensor,
+    mask: Tensor | None,
+    pool_size: int,
+    use_relu: bool,
+    dot_scale: float,
+    transform: str,
+) -> Tensor:
+    return q.new_empty((q.shape[1], q.shape[0], keys.shape[0]), dtype=torch.float32)
 
 
 def pool(
@@ -142,6 +174,15 @@ def pool(
     The bits are those of the torch formula wherever both take the same ``exp``. On NVIDIA both call that of libdevice,
     elsewhere a pooled key may differ in its last bit, so one call must pool on one kind of device.
     """
+    tensors = (None if t is None else t.detach() for t in (k, gate_score, ape))
+    result: Tensor = torch.ops.kpool.pool_triton(*tensors, starts, pool_size, numerics)
+    return result
+
+
+@torch.library.custom_op("kpool::pool_triton", mutates_args=())
+def _pool(
+    k: Tensor, gate_score: Tensor | None, ape: Tensor | None, starts: Tensor, pool_size: int, numerics: str
+) -> Tensor:
     _, batch, dim = k.shape
     pools = starts.shape[-1]
     starts = starts if starts.dim() == 2 else starts[None]
@@ -174,6 +215,14 @@ def pool(
         **tile.options(fusion=False),
     )
     return out
+
+
+@_pool.register_fake
+def _(
+    k: Tensor, gate_score: Tensor | None, ape: Tensor | None, starts: Tensor, pool_size: int, numerics: str
+) -> Tensor:
+    dtype = torch.bfloat16 if numerics == "megatron" else k.dtype
+    return k.new_empty((starts.shape[-1], *k.shape[1:]), dtype=dtype)
 
 
 @torch.library.custom_op("kpool::select_triton", mutates_args=())
