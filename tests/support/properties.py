@@ -196,5 +196,7 @@ def same_scores_wherever_pools_lie(call: Call) -> int:
     gate = None if call.gate_score is None else call.gate_score[slots]
     moved = replace(call, k=call.k[slots], gate_score=gate)
     expected, got = call.scores()[..., order], moved.scores()
-    assert torch.equal(expected, got), f"{int((expected != got).sum())} of {got.numel()} scores depend on where pools lie"
+    assert torch.equal(expected, got), (
+        f"{int((expected != got).sum())} of {got.numel()} scores depend on where pools lie"
+    )
     return call.batch * call.rows
