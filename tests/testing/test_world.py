@@ -169,7 +169,13 @@ class TestWhatARankSees:
         assert len({tuple(draw.tolist()) for run in (runs[0], runs[2]) for draw in run}) == 6
 
     def test_one_compute_thread(self) -> None:
-        assert simulate(lambda group: torch.get_num_threads(), 3).results == [1, 1, 1]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            assert simulate(lambda group: torch.get_num_threads(), 3).results == [1, 1, 1]
+            assert torch.get_num_threads() == 3
+        finally:
+            torch.set_num_threads(threads)
 
     def test_default_dtype_and_warning_filters_are_its_own(self) -> None:
         def body(group: Any) -> Any:
@@ -359,9 +365,17 @@ class TestAnOuterGroup:
             assert dist.get_world_size() == 1
             x = torch.ones(2)
             dist.all_reduce(x, group=side)
-            torch.ops._c10d_functional.wait_tensor(
-                torch.ops._c10d_functional.all_reduce(x, "sum", outer.group_name)  # by name, in torch's C++ registry
-            )
+            found: list[Any] = []
+
+            def by_name() -> None:
+                """Torch's C++ registry of groups is again one for all threads."""
+                y = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", outer.group_name)
+                found.append(torch.ops._c10d_functional.wait_tensor(y).tolist())
+
+            thread = threading.Thread(target=by_name)
+            thread.start()
+            thread.join()
+            assert found == [[1.0, 1.0]]
         finally:
             dist.destroy_process_group()
             sys.excepthook = hook
