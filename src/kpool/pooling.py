@@ -185,4 +185,4 @@ def _take(tensor: Tensor, slots: slice | Tensor, size: int) -> Tensor:
         taken = tensor[slots]
     else:
         taken = tensor.gather(0, slots.t()[..., None].expand(-1, -1, tensor.shape[2]))
-    return taken.view(-1, size, *tensor.shape[1:])
+    return taken.view(taken.shape[0] // size, size, *tensor.shape[1:])
