@@ -1,7 +1,7 @@
 """Random calls against the reference: every layout, dtype and option, small sizes; the seed of a call says all of it.
 
-Plain pytest makes a few hundred; the marker `soak` makes 200,000 in numbered chunks, each from its own seeds: a
-run can be cut short, spread over workers (`-n`), or repeated from a failing seed (`KPOOL_SOAK_CALLS`, `KPOOL_SOAK_SEED`).
+Plain pytest makes a few hundred; the marker `soak` makes 200,000 in numbered chunks, each from its own seeds: a run can
+be cut short, spread over workers (`-n`), or repeated from a failing seed (`KPOOL_SOAK_CALLS`, `KPOOL_SOAK_SEED`).
 """
 
 from __future__ import annotations
