@@ -157,7 +157,7 @@ _COLOURS = {
     "irecv": "#56b4e9",
 }
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --line: #8888; --soft: #8882; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 96rem; padding: 0 1rem; }
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin-top: 2rem; }
@@ -178,17 +178,24 @@ def html_page(trace: Trace, title: str = "collectives", note: str = "") -> str:
 
     Colours are a second sign only; every fact is in the text. Nothing is loaded from elsewhere, no script runs.
     """
-    ranks = range(trace.size)
-    head = "".join(f'<th scope="col">rank {rank}</th>' for rank in ranks)
-    body = "".join(_html_row(index, row, ranks) for index, row in enumerate(steps(trace)))
     warning = f"<h2>What went wrong</h2><pre>{html.escape(note)}</pre>" if note else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
+        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
         f"<p>{len(trace)} calls by {trace.size} ranks, {trace.total_bytes():,} bytes sent.</p>{warning}"
+        f"{html_sections(trace)}</body></html>\n"
+    )
+
+
+def html_sections(trace: Trace) -> str:
+    """The calls, bytes and estimates of `html_page`, for a page that carries `STYLE` and more than a trace."""
+    ranks = range(trace.size)
+    head = "".join(f'<th scope="col">rank {rank}</th>' for rank in ranks)
+    body = "".join(_html_row(index, row, ranks) for index, row in enumerate(steps(trace)))
+    return (
         f'<h2>Calls</h2><div class="scroll"><table><thead><tr><th scope="col">#</th>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>{_html_bytes(trace)}{_html_estimates(trace)}</body></html>\n"
+        f"<tbody>{body}</tbody></table></div>{_html_bytes(trace)}{_html_estimates(trace)}"
     )
 
 

@@ -55,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
     if args.topk % args.pool:
         raise CommandError(f"--topk: expected a multiple of --pool {args.pool}, got {args.topk}")
     lengths = _lengths(args.lengths)
+    if args.plot:
+        from kpool.cli import plot, plot_bench  # matplotlib, before any work
+
+        plot.check(args.plot)
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
@@ -72,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         show(report)
     correct = all(found["correct"] for found in report["lengths"])
     if correct and args.plot:
-        plot(report, args.plot)
+        plot.save(plot_bench.picture(report), args.plot)
     return OK if correct else DIFFERENT
 
 
@@ -181,36 +185,3 @@ def notes(report: dict[str, Any]) -> list[str]:
     few = {found["runs"] for found in report["lengths"] if found["correct"] and found["runs"] < ENOUGH}
     lines += [f"Medians of {runs} runs only; {ENOUGH} are wanted." for runs in sorted(few)]
     return lines
-
-
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Time and memory against length, both axes logarithmic, with the GEMM limit as a line."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise CommandError("--plot needs matplotlib: python -m pip install 'kpool[plot]'", UNAVAILABLE) from None
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    looks = {
-        "plain": ("plain algorithm", "#D55E00", "s-"),
-        "kpool": ("kpool", "#0072B2", "o-"),
-        "gemm": ("limit: matrix products alone", "#000000", "--"),
-    }
-    lengths = report["lengths"]
-    for name, (label, colour, style) in looks.items():
-        timed = [(found["tokens"], found["seconds"][name]) for found in lengths if found["seconds"].get(name, 0) > 1e-5]
-        if timed:
-            left.plot(*zip(*timed, strict=True), style, color=colour, label=label)
-        sized = [(f["tokens"], f["memory"][name]["bytes"] / 2**20) for f in lengths if name in f.get("memory", {})]
-        if sized:
-            right.plot(*zip(*sized, strict=True), style, color=colour, label=label)
-    ticks = [found["tokens"] for found in lengths]
-    for axes, unit in ((left, "time per call (s)"), (right, "peak memory above inputs and outputs (MiB)")):
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=unit)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
-        axes.set_xticks([], minor=True)
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    figure.suptitle(f"k-pool selection, {report['layout']}, {report['machine']['threads']} CPU threads")
-    figure.savefig(path, dpi=150)

@@ -1,22 +1,28 @@
-"""`kpool plan`: who would score what, and what it costs, under each shard plan. Arithmetic alone, nothing is scored."""
+"""`kpool plan`: who would score what, and what it costs, under each shard plan. Arithmetic alone, nothing is scored.
+
+Seconds are estimates for a card and a link (`kpool.cli.estimate`); `--plot` draws everything as one picture.
+"""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from kpool.cli import view
+from kpool.cli import estimate, view
+from kpool.cli.estimate import CARDS, PARTS, Card, Geometry, Step
 from kpool.cli.exits import OK, CommandError
-from kpool.cli.workload import document_edges, positive
+from kpool.cli.workload import add_geometry, document_edges, positive
 from kpool.dispatch import chunk_bytes
 from kpool.sharding import PLANS, ShardPlan
 from kpool.visibility import Visibility
 from kpool.windows import RowWindows
+from kpool_testing.interconnect import INTERCONNECTS
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,20 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--layout", choices=["causal", "packed"], default="causal")
     parser.add_argument("--documents", metavar="N,N,...", help="document lengths of --layout packed (default: seeded)")
     parser.add_argument("--order", choices=["score", "position"], default="score", help="position skips short rows")
-    parser.add_argument("--pool", type=positive, default=4, metavar="P")
-    parser.add_argument("--topk", type=positive, default=2048, metavar="K")
     parser.add_argument("--device", default="cpu", help="whose default score buffer to count (default: cpu)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--card", choices=sorted(CARDS), default="h200", help="whose rates to assume (default: h200)")
+    parser.add_argument(
+        "--score-tflops",
+        type=float,
+        metavar="X",
+        help="rate of scoring, if you measured it (default: the card's range)",
+    )
+    parser.add_argument(
+        "--interconnect", choices=sorted(INTERCONNECTS), default="nvlink4", help="between ranks (default: nvlink4)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it all, png or svg")
+    add_geometry(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -69,12 +85,23 @@ def run(args: argparse.Namespace) -> int:
     """Print each plan's table, or all as JSON."""
     if args.topk % args.pool:
         raise CommandError(f"--topk: expected a multiple of --pool {args.pool}, got {args.topk}")
+    if args.score_tflops is not None and not args.score_tflops > 0:
+        raise CommandError(f"--score-tflops: expected more than 0, got {args.score_tflops}")
+    if args.plot:
+        from kpool.cli import plot, plot_plan  # matplotlib, before any work
+
+        plot.check(args.plot)
     windows = layout_windows(args)
     shares = {kind: plan_shares(kind, windows, args) for kind in PLANS}
     memory = {kind: plan_memory(kind, args) for kind in PLANS}
+    times = step_times(args, shares)
+    pays = {kind: break_even(kind, args) for kind in PLANS}
+    if args.plot:
+        plot.save(plot_plan.picture(args, windows, shares, times, pays), args.plot)
     if args.json:
         view.print_json({
             "tokens": args.tokens, "ranks": args.ranks, "batch": args.batch, "layout": args.layout, "order": args.order,
+            "estimate": estimate_json(args, times, pays),
             "plans": {
                 kind: {"ranks": [asdict(share) for share in shares[kind]], "balance": balance(shares[kind]),
                        "memory": asdict(memory[kind])}
@@ -85,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
     for kind in PLANS:
         view.OUT.print(table(kind, shares[kind], args))
         view.OUT.print(summary(shares[kind], memory[kind]), "")
+    view.OUT.print(estimate_table(args, times, pays))
     return OK
 
 
@@ -164,3 +192,98 @@ def summary(shares: list[Share], memory: Memory) -> str:
         f"memory per rank: ids {view.size(memory.local_ids)}, gathered {view.size(memory.gathered_ids)}, "
         f"tokens {view.size(memory.tokens)}, score buffer at most {view.size(memory.score_buffer)}"
     )
+
+
+def card_of(args: argparse.Namespace) -> Card:
+    """The card of `args`, at the measured rate if one is given."""
+    card = CARDS[args.card]
+    if args.score_tflops is None:
+        return card
+    rate = args.score_tflops * 1e12
+    return Card(f"{card.name} at {args.score_tflops:g} TF/s", (rate, rate), card.cache, card.memory)
+
+
+def step_times(args: argparse.Namespace, shares: dict[str, list[Share]]) -> dict[str, tuple[Step, Step]]:
+    """Estimated `(fast, slow)` step of the unsharded call, named "unsharded", and of each plan in `shares`."""
+    call = Geometry(args.tokens, args.batch, args.heads, args.dim, args.pool, args.topk)
+    card, link = card_of(args), INTERCONNECTS[args.interconnect]
+    total = sum(share.scored for share in next(iter(shares.values())))
+    times = {"unsharded": (estimate.step(total, call, card, fast=True), estimate.step(total, call, card, fast=False))}
+    for kind, each in shares.items():
+        busiest, sent = max(share.scored for share in each), each[0].sent
+        fast, slow = (
+            estimate.sharded_step(busiest, sent, kind, args.ranks, call, card, link, fast=fast)
+            for fast in (True, False)
+        )
+        times[kind] = (fast, slow)
+    return times
+
+
+def at_length(args: argparse.Namespace, tokens: int) -> argparse.Namespace:
+    """The same question for another length; documents keep their shares of it."""
+    changed = {"tokens": tokens}
+    if args.layout == "packed":
+        edges = (_edges(args).double() * tokens / args.tokens).round().to(torch.int64)
+        changed["documents"] = ",".join(map(str, edges.diff().tolist()))
+    return argparse.Namespace(**{**vars(args), **changed})
+
+
+def times_at(args: argparse.Namespace, tokens: int, kinds: tuple[str, ...] = PLANS) -> dict[str, tuple[Step, Step]]:
+    """`step_times` of another length."""
+    other = at_length(args, tokens)
+    windows = layout_windows(other)
+    return step_times(other, {kind: plan_shares(kind, windows, other) for kind in kinds})
+
+
+def break_even(kind: str, args: argparse.Namespace) -> tuple[int | None, int | None]:
+    """From how many tokens the plan beats the unsharded call, by the `(fast, slow)` end of the rates; None: never."""
+    if args.ranks == 1:
+        return None, None
+
+    def pays(tokens: int, end: int) -> bool:
+        times = times_at(args, tokens, (kind,))
+        return times[kind][end].total < times["unsharded"][end].total
+
+    return estimate.break_even(lambda n: pays(n, 0)), estimate.break_even(lambda n: pays(n, 1))
+
+
+def estimate_json(
+    args: argparse.Namespace, times: dict[str, tuple[Step, Step]], pays: dict[str, tuple[int | None, int | None]]
+) -> dict[str, Any]:
+    """The estimate for programs, seconds."""
+    ends = {
+        name: {end: {**asdict(step), "total": step.total} for end, step in zip(("fast", "slow"), both, strict=True)}
+        for name, both in times.items()
+    }
+    breaks = {kind: {"fast": fast, "slow": slow} for kind, (fast, slow) in pays.items()}
+    return {"card": card_of(args).name, "interconnect": args.interconnect, "seconds": ends, "pays_from_tokens": breaks}
+
+
+def pays_text(both: tuple[int | None, int | None]) -> str:
+    """A break-even length for people."""
+    if None in both:
+        return "-"
+    low, high = sorted(both)  # type: ignore[type-var]
+    return f"{low:,}" if low == high else f"{low:,}-{high:,}"
+
+
+def estimate_table(
+    args: argparse.Namespace, times: dict[str, tuple[Step, Step]], pays: dict[str, tuple[int | None, int | None]]
+) -> Table:
+    """One column for the unsharded step and one for each plan."""
+    title = f"estimate, not measured: slowest rank, {card_of(args).name}, {args.interconnect}"
+    out = Table("part", title=title, title_justify="left")
+    for name in times:
+        out.add_column(name, justify="right")
+    for part in (*PARTS, "total"):
+        cells = (estimate.span(getattr(fast, part), getattr(slow, part)) for fast, slow in times.values())
+        out.add_row(part, *cells, end_section=part in (PARTS[-1], "total"))
+    out.add_row("speedup", *(speedup(times["unsharded"], both) for both in times.values()))
+    out.add_row("pays from, tokens", *(pays_text(pays.get(name, (None, None))) for name in times))
+    return out
+
+
+def speedup(whole: tuple[Step, Step], both: tuple[Step, Step]) -> str:
+    """How many times faster than `whole`, at either end of the rates."""
+    ratios = sorted(w.total / s.total for w, s in zip(whole, both, strict=True))
+    return "-".join(dict.fromkeys(f"{ratio:.1f}" for ratio in ratios))
