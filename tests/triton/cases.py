@@ -18,7 +18,7 @@ from kpool import naive
 from kpool.sharding import RowBlocks
 from kpool.visibility import Visibility
 
-VALUES = ("ints", "equal", "zeros", "special", "denormal")
+VALUES = ("ints", "equal", "zeros", "signed", "special", "denormal")
 LAYOUTS = ("causal", "packed", "window", "mask", "mask_batched", "left_padded", "unlimited")
 
 
@@ -114,6 +114,10 @@ def _valued(values: str, q: Tensor, keys: Tensor, weights: Tensor) -> tuple[Tens
         return q.fill_(1), keys.fill_(1), weights.fill_(1)
     if values == "zeros":  # scores are 0.0 and -0.0: ReLU zeros under weights of either sign
         return q.fill_(1), keys.fill_(-1), weights
+    if values == "signed":  # without ReLU: -(d) - (-d) is 0.0 where d is not zero, -0.0 where it is
+        q[:, :, ::2], q[:, :, 1::2] = 1, -1
+        keys[::3] = 0
+        return q, keys, weights.fill_(-1)
     if values == "denormal":
         return q * 2.0**-100, keys * 2.0**-35, weights
     if values == "special":  # pools of NaN, of both infinities, and huge ones, between ordinary ones
@@ -152,7 +156,7 @@ BRANCHES = (
     Case("score order", rows=3),
     Case("position order", order="position", budget=2, tokens=40, rows=2),
     Case("mask", layout="mask", pool_size=2, rows=2, tokens=24, budget=2),
-    Case("identity, scaled", use_relu=False, dot_scale=0.25, rows=1),
+    Case("identity, scaled, zeros of both signs", use_relu=False, dot_scale=0.25, rows=1, values="signed"),
     Case("three heads, special", heads=3, dim=8, values="special", rows=2, tokens=72),
     Case("transformed", transform="hadamard", rows=2, values="zeros"),
     Case("pruned", tokens=240, pool_size=2, budget=3, rows=1, heads=1),

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -24,6 +25,16 @@ elif not torch.cuda.is_available():
             "triton was imported before tests/triton asked for its interpreter; set TRITON_INTERPRET=1"
         )
     os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_with_index(tensor: type, scope: Any) -> None:
+        """Triton 3.6 turns one-element arrays into loop bounds by `int`, which numpy 2.4 no longer allows."""
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_tensor_with_index
 
 
 @pytest.fixture

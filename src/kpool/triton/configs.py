@@ -32,6 +32,7 @@ class Config:
         warps, stages: launch options.
         registers: most registers per thread (VGPRs on AMD).
         shared: most shared memory per program, bytes.
+        cap: registers the compiler is held to, or None to leave them to it (NVIDIA alone).
     """
 
     rows: int
@@ -40,10 +41,12 @@ class Config:
     stages: int
     registers: int
     shared: int
+    cap: int | None = None
 
     def options(self, *, fusion: bool) -> dict[str, int | bool]:
-        """Launch options. ``fusion`` (of multiply and add) is always said: its default differs between Triton versions."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": fusion}
+        """Launch options. ``fusion`` (of multiply and add) is always said: its default differs between versions."""
+        held = {} if self.cap is None else {"maxnreg": self.cap}
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": fusion, **held}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class ScoreTiles:
         registers: most registers per thread, any D, windows only.
         masked: the same with an explicit mask.
         shared: most shared memory per program for each of `DIMS`, bytes.
+        cap: as in `Config`, windows only: with 128, two programs of 8 warps fit on a multiprocessor.
     """
 
     rows: int
@@ -64,27 +68,28 @@ class ScoreTiles:
     registers: int
     masked: int
     shared: tuple[int, int, int, int]
+    cap: int | None = None
 
 
 # target -> heads rounded up to a power of two -> tile and budgets
 SCORE: dict[str, dict[int, ScoreTiles]] = {
     "sm_80": {
-        1: ScoreTiles(16, 64, 4, 2, 72, 128, (6656, 9216, 14336, 24576)),
+        1: ScoreTiles(16, 64, 4, 2, 80, 128, (6656, 9216, 14336, 24576)),
         2: ScoreTiles(16, 64, 4, 2, 80, 128, (7168, 10240, 16384, 28672)),
         4: ScoreTiles(16, 64, 4, 2, 128, 144, (8192, 12288, 20480, 36864)),
-        8: ScoreTiles(16, 64, 4, 2, 160, 184, (10240, 16384, 28672, 53248)),
-        16: ScoreTiles(8, 64, 4, 2, 168, 168, (8192, 14336, 26624, 51200)),
-        32: ScoreTiles(4, 64, 4, 2, 168, 168, (7168, 13312, 25600, 50176)),
-        64: ScoreTiles(2, 64, 4, 2, 168, 168, (6656, 12800, 25088, 49664)),
+        8: ScoreTiles(8, 64, 4, 2, 128, 128, (6144, 12288, 20480, 34816)),
+        16: ScoreTiles(4, 64, 4, 2, 128, 128, (6144, 12288, 20480, 34816)),
+        32: ScoreTiles(4, 64, 4, 2, 168, 168, (10240, 16384, 28672, 53248)),
+        64: ScoreTiles(2, 64, 4, 2, 168, 168, (10240, 16384, 28672, 53248)),
     },
     "sm_90": {
-        1: ScoreTiles(16, 64, 8, 2, 48, 72, (8704, 13312, 22528, 40960)),
-        2: ScoreTiles(16, 64, 8, 2, 48, 72, (9216, 14336, 24576, 45056)),
-        4: ScoreTiles(16, 64, 8, 2, 72, 80, (10240, 16384, 28672, 53248)),
-        8: ScoreTiles(16, 64, 8, 2, 104, 104, (12288, 20480, 36864, 69632)),
-        16: ScoreTiles(8, 64, 8, 2, 88, 104, (10240, 18432, 34816, 67584)),
-        32: ScoreTiles(8, 64, 8, 2, 128, 160, (14336, 26624, 51200, 100352)),
-        64: ScoreTiles(4, 64, 8, 2, 128, 128, (13312, 25600, 50176, 99328)),
+        1: ScoreTiles(16, 64, 8, 2, 64, 72, (8704, 13312, 22528, 40960)),
+        2: ScoreTiles(16, 64, 8, 2, 64, 72, (9216, 14336, 24576, 45056)),
+        4: ScoreTiles(16, 64, 8, 2, 80, 80, (10240, 16384, 28672, 53248)),
+        8: ScoreTiles(16, 64, 8, 2, 112, 112, (12288, 20480, 36864, 69632)),
+        16: ScoreTiles(8, 64, 8, 2, 96, 104, (10240, 18432, 34816, 67584)),
+        32: ScoreTiles(8, 64, 8, 2, 128, 160, (14336, 26624, 51200, 100352), cap=128),
+        64: ScoreTiles(4, 64, 8, 2, 128, 144, (13312, 25600, 50176, 99328), cap=128),
     },
     "sm_100": {
         1: ScoreTiles(16, 64, 8, 2, 64, 104, (8720, 13328, 22544, 40976)),
@@ -113,15 +118,15 @@ def power_of_two(n: int) -> int:
 
 
 # the other kernels' tiles serve every target; budgets are the worst of the four
-PRUNE = Config(rows=1, items=1024, warps=4, stages=2, registers=72, shared=8192)
+PRUNE = Config(rows=1, items=1024, warps=8, stages=2, registers=64, shared=8192)
 SELECT = Config(rows=1, items=1024, warps=4, stages=2, registers=96, shared=8192)
 ORDER = {
     64: Config(rows=64, items=16, warps=1, stages=2, registers=104, shared=256),
     256: Config(rows=256, items=16, warps=4, stages=2, registers=112, shared=1024),
-    512: Config(rows=512, items=16, warps=8, stages=2, registers=104, shared=2048),
+    512: Config(rows=512, items=16, warps=8, stages=2, registers=128, shared=2048),
     1024: Config(rows=1024, items=8, warps=8, stages=2, registers=128, shared=4096),
 }
-POOL_REGISTERS = 136
+POOL_REGISTERS = 144
 POOL_SHARED = 512
 
 
@@ -130,7 +135,8 @@ def score_config(target: str, heads: int, dim: int, *, masked: bool = False) -> 
     tiles = SCORE[target][power_of_two(heads)]
     shared = tiles.shared[DIMS.index(max(16, power_of_two(dim)))]
     registers = tiles.masked if masked else tiles.registers
-    return Config(tiles.rows, tiles.pools, tiles.warps, tiles.stages, registers, shared)
+    cap = None if masked else tiles.cap
+    return Config(tiles.rows, tiles.pools, tiles.warps, tiles.stages, registers, shared, cap)
 
 
 def order_config(budget: int) -> Config:

@@ -74,7 +74,7 @@ class ScoreCall:
         dot_scale: float,
     ) -> ScoreCall:
         """Look up the tile and lay the windows out row by row."""
-        tile = configs.score_config(configs.target(q.device), q.shape[2], q.shape[3])
+        tile = configs.score_config(configs.target(q.device), q.shape[2], q.shape[3], masked=mask is not None)
         ld = -(-keys.shape[0] // tile.items) * tile.items
         lo, hi = pool_lo.contiguous(), pool_hi.contiguous()
         return ScoreCall(q, keys, weights, lo, hi, mask, pool_size, use_relu, dot_scale, tile, ld)
