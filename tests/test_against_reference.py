@@ -37,7 +37,7 @@ def compare(seeds: range, layout: str | None, device: torch.device) -> tuple[int
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_calls(layout: str, device: torch.device) -> None:
     rows, compared = compare(range(PLAIN_CALLS // len(LAYOUTS)), layout, device)
-    assert rows > 500 and compared > 0.9 * rows, f"only {compared} of {rows} rows were decided"
+    assert rows > 500 and compared > 0.85 * rows, f"only {compared} of {rows} rows were decided"
 
 
 @pytest.mark.soak
@@ -46,4 +46,4 @@ def test_soak(chunk: int, device: torch.device) -> None:
     first = SOAK_SEED + chunk * SOAK_CHUNK
     count = min(SOAK_CHUNK, SOAK_CALLS - chunk * SOAK_CHUNK)
     rows, compared = compare(range(first, first + count), None, device)
-    assert compared > 0.9 * rows, f"only {compared} of {rows} rows were decided"
+    assert compared > 0.85 * rows, f"only {compared} of {rows} rows were decided"

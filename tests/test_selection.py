@@ -98,6 +98,21 @@ def test_first_id_and_batches(device: torch.device) -> None:
     assert ids.tolist() == [[[1, 0, -1], [5, 6, -1]], [[0, 1, -1], [6, 5, -1]]] and ids.dtype == torch.int32
 
 
+@pytest.mark.parametrize("order", ["score", "position"])
+@pytest.mark.parametrize(("rows", "width", "budget"), [(300, 400, 200), (128, 1030, 512), (40, 3, 2)])
+def test_many_rows_at_once_are_many_rows(order: str, rows: int, width: int, budget: int, device: torch.device) -> None:
+    """Large blocks are sorted in another way than single rows; ties, NaN, infinities and hidden pools included."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, rows, width, generator=generator).mul(4).round().div(4)
+    special = torch.tensor([NAN, INF, -INF, -0.0])[torch.randint(0, 4, scores.shape, generator=generator)]
+    scores = torch.where(torch.rand(scores.shape, generator=generator) < 0.1, special, scores).to(device)
+    seen = (torch.rand(scores.shape, generator=generator) < 0.6).to(device)
+    seen[:, ::7] = False
+    block = top_pools(scores, seen, budget, order)
+    for row in range(0, rows, 3):
+        assert torch.equal(block[1, row], top_pools(scores[1, row], seen[1, row], budget, order))
+
+
 def test_scores_are_not_changed() -> None:
     scores = torch.tensor([NAN, -0.0, 1.0])
     before = scores.clone()
