@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from kpool.integrations.megatron import (
     KPoolDSAttention,
     KPoolLocalSpecProvider,
     add_kpool_args,
+    capability,
     kpool_config,
     kpool_dsa_module_spec,
     with_kpool,
@@ -63,7 +67,15 @@ class TestCapability:
         modules: dict[str, Any] = {**MODULES, "dsa_layout": SimpleNamespace(**layout)}
         assert missing_hooks(modules) == ["dsa_layout.get_packed_qk_cu_seqlens"]
         del modules["dsa_masking"]
-        assert "dsa_masking.generate_varlen_mask_params_for_positions" in missing_hooks(modules)
+        masking = "module megatron.core.transformer.experimental_attention_variant.dsa_masking"
+        assert missing_hooks(modules) == [masking, "dsa_layout.get_packed_qk_cu_seqlens"]
+
+    def test_without_megatron_the_error_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ImportError, match=r"megatron-core 0\.19\.2 lacks module megatron\.core"):
+            require_hooks({})
+        monkeypatch.setattr(capability.metadata, "version", mock.Mock(side_effect=PackageNotFoundError))
+        with pytest.raises(ModuleNotFoundError, match=r'pip install "kpool\[megatron\]"'):
+            require_hooks({})
 
     def test_a_missing_parameter_is_named(self) -> None:
         def forward(self: Any, query: Any, key: Any, value: Any, attention_mask: Any, x: Any, qr: Any) -> None:
@@ -206,6 +218,13 @@ class TestSpec:
         block = with_kpool(TransformerBlockSubmodules(layer_specs=layers * 2 + [ModuleSpec(module=IdentityOp)]))
         for layer in block.layer_specs[:2]:
             assert layer.submodules.self_attention.submodules.core_attention.module is KPoolDSAttention
+
+    def test_submodules_bound_to_a_class(self) -> None:
+        attention = get_dsa_module_spec_for_backend(config=model_config(Case()), backend=KPoolLocalSpecProvider())
+        layer = functools.partial(IdentityOp, submodules=TransformerLayerSubmodules(self_attention=attention))
+        found = with_kpool(TransformerBlockSubmodules(layer_specs=[layer])).layer_specs[0].keywords["submodules"]
+        assert found.self_attention.submodules.core_attention.module is KPoolDSAttention
+        assert attention.submodules.core_attention.module is dsa.DSAttention
 
     def test_a_spec_without_sparse_attention_is_refused(self) -> None:
         with pytest.raises(ValueError, match="spec: expected a DSAttention in it, got none in ModuleSpec"):

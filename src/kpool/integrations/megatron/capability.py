@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 _VARIANT = "megatron.core.transformer.experimental_attention_variant"
@@ -51,11 +52,13 @@ def missing_hooks(modules: Mapping[str, Any] | None = None) -> list[str]:
     Args:
         modules: the modules to look at, by the last part of their name; None imports those of megatron-core.
     """
-    missing: list[str] = []
-    found = _import(missing) if modules is None else dict(modules)
+    found = _import() if modules is None else dict(modules)
+    missing = [f"module {path}" for name, path in _MODULES.items() if name not in found]
     for hook, parameters in _HOOKS.items():
         home, *path = hook.split(".")
-        value = found.get(home)
+        if home not in found:
+            continue
+        value = found[home]
         for name in path:
             value = getattr(value, name, None)
         if value is None:
@@ -71,16 +74,23 @@ def missing_hooks(modules: Mapping[str, Any] | None = None) -> list[str]:
 
 
 def require_hooks(modules: Mapping[str, Any] | None = None) -> None:
-    """Raise ImportError, naming every missing hook and the version found."""
+    """Raise ImportError, naming every missing hook and the version found; ModuleNotFoundError without megatron-core."""
     missing = missing_hooks(modules)
-    if missing:
-        raise ImportError(
-            f"kpool.integrations.megatron: megatron-core {_version()} lacks {', '.join(missing)}; the adapter is "
-            "tested with megatron-core 0.19.2"
+    if not missing:
+        return
+    version = _version()
+    if version is None and len(missing) == len(_MODULES):
+        raise ModuleNotFoundError(
+            'kpool.integrations.megatron needs megatron-core: pip install "kpool[megatron]"', name="megatron"
         )
+    raise ImportError(
+        f"kpool.integrations.megatron: megatron-core {version or '(of unknown version)'} lacks {', '.join(missing)}; "
+        "the adapter is tested with megatron-core 0.19.2"
+    )
 
 
-def _import(missing: list[str]) -> dict[str, Any]:
+def _import() -> dict[str, Any]:
+    """The modules megatron-core has."""
     found = {}
     for name, path in _MODULES.items():
         try:
@@ -88,14 +98,11 @@ def _import(missing: list[str]) -> dict[str, Any]:
         except ModuleNotFoundError as error:
             if error.name is not None and not error.name.startswith("megatron"):
                 raise
-            missing.append(f"module {path}")
     return found
 
 
-def _version() -> str:
-    from importlib import metadata
-
+def _version() -> str | None:
     try:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
-        return "(not installed: pip install megatron-core)"
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,8 @@ def _specs(node: Any) -> Iterator[Any]:
     if isinstance(node, ModuleSpec):
         yield node
         yield from _specs(node.submodules)
+    elif isinstance(node, functools.partial):  # newer parts of Megatron bind submodules to a class
+        yield from _specs(list(node.keywords.values()))
     elif isinstance(node, (list, tuple)):
         for part in node:
             yield from _specs(part)
