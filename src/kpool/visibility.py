@@ -364,8 +364,8 @@ def _slots_of_positions(positions: Tensor, start: Tensor, end: Tensor, limit: Te
     slot = torch.arange(positions.shape[0], device=positions.device)
     keyed = torch.where(slot < limit[0], positions.to(torch.int64), torch.iinfo(torch.int64).max)
     ordered, order = torch.sort(keyed, stable=True)
-    begin = torch.searchsorted(ordered, start)
-    count = torch.searchsorted(ordered, end) - begin
+    begin = torch.searchsorted(ordered, start.contiguous())
+    count = torch.searchsorted(ordered, end.contiguous()) - begin
     first = order[begin.clamp(max=positions.shape[0] - 1)]
     return first, first + count
 
