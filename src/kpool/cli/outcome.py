@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
+from torch import Tensor
 
 from kpool.captures import CapturedCall
 from kpool.cli import view
 from kpool.cli.exits import DIFFERENT, OK, UNDECIDED
 from kpool.cli.verdict import Expected, Judgement
+from kpool_testing import Trace
 
 VERDICTS = {OK: "identical", DIFFERENT: "different", UNDECIDED: "undecided"}
 
@@ -46,6 +48,7 @@ class Outcome:
     Attributes:
         args: the command's arguments; call: what was verified; seconds: time of the unsharded call.
         ranks: one report a rank; reference: the comparison with float64; expected: that with `--expect`, or None.
+        tokens: int32 `[B, S, W]` of the unsharded call; trace: what the ranks sent.
     """
 
     args: argparse.Namespace
@@ -54,6 +57,8 @@ class Outcome:
     ranks: list[RankReport]
     reference: Judgement
     expected: Expected | None
+    tokens: Tensor
+    trace: Trace
 
     @property
     def code(self) -> int:
@@ -94,10 +99,14 @@ class Outcome:
         view.OUT.print(
             f"unsharded call: {view.duration(self.seconds)} (the first call of the process, start-up included)"
         )
-        for line in (*self._ranks_lines(), *self._reference_lines(), *self._expected_lines()):
+        for line in self.lines():
             view.OUT.print(line)
         colour = {OK: "green", DIFFERENT: "red", UNDECIDED: "yellow"}[self.code]
         view.OUT.print(f"[bold {colour}]verdict: {VERDICTS[self.code]}[/]")
+
+    def lines(self) -> list[str]:
+        """What was found, a sentence a line, in rich's markup."""
+        return [*self._ranks_lines(), *self._reference_lines(), *self._expected_lines()]
 
     def _table(self) -> Table:
         args, call = self.args, self.call

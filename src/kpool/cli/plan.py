@@ -146,15 +146,17 @@ def scored_pools(windows: RowWindows, order: str, budget: int) -> Tensor:
 def plan_shares(kind: str, windows: RowWindows, args: argparse.Namespace) -> list[Share]:
     """Each rank's share under the plan called `kind`."""
     work = scored_pools(windows, args.order, args.topk // args.pool) * args.batch
-    total = int(work.sum())
+    before = torch.nn.functional.pad(work.cumsum(0), (1, 0))  # pools of all rows before a row
+    total = int(before[-1])
     plan = ShardPlan.of(kind, args.tokens, args.ranks)
     sent = args.batch * plan.rows_per_rank * (args.topk // args.pool) * 4 if args.ranks > 1 else 0
     shares = []
     for rank in range(args.ranks):
-        rows = plan.rows(rank)
-        mine = int(work[rows].sum())
-        padding = plan.rows_per_rank - len(rows)
-        shares.append(Share(rank, len(rows), padding, mine, mine / total if total else 0.0, sent))
+        spans = torch.tensor([span[1:] for span in plan.blocks(rank).spans(args.tokens)], dtype=torch.int64)
+        first, last = spans.view(-1, 2).T
+        mine, rows = int((before[last] - before[first]).sum()), int((last - first).sum())
+        padding = plan.rows_per_rank - rows
+        shares.append(Share(rank, rows, padding, mine, mine / total if total else 0.0, sent))
     return shares
 
 
@@ -221,7 +223,7 @@ def step_times(args: argparse.Namespace, shares: dict[str, list[Share]]) -> dict
 
 def at_length(args: argparse.Namespace, tokens: int) -> argparse.Namespace:
     """The same question for another length; documents keep their shares of it."""
-    changed = {"tokens": tokens}
+    changed: dict[str, Any] = {"tokens": tokens}
     if args.layout == "packed":
         edges = (_edges(args).double() * tokens / args.tokens).round().to(torch.int64)
         changed["documents"] = ",".join(map(str, edges.diff().tolist()))
@@ -261,9 +263,9 @@ def estimate_json(
 
 def pays_text(both: tuple[int | None, int | None]) -> str:
     """A break-even length for people."""
-    if None in both:
+    if both[0] is None or both[1] is None:
         return "-"
-    low, high = sorted(both)  # type: ignore[type-var]
+    low, high = sorted((both[0], both[1]))
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 

@@ -15,7 +15,7 @@ from kpool.cli.exits import UNAVAILABLE, CommandError
 BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, YELLOW, BLACK = (
     "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#F0E442", "#000000",
 )  # fmt: skip
-RANKS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, YELLOW, BLACK)  # neighbours differ in lightness too
+RANKS = (BLUE, ORANGE, GREEN, SKY, VERMILLION, PURPLE, YELLOW, BLACK)  # neighbours differ in lightness too
 SUFFIXES = (".png", ".svg")
 
 
@@ -23,12 +23,15 @@ def check(path: Path) -> None:
     """Refuse a picture that could not be written, before any work is done for it.
 
     Raises:
-        CommandError: matplotlib is missing, the name ends in something else, or its folder does not exist.
+        CommandError: matplotlib is missing, the name ends in something else, its folder does not exist, or it is a
+            folder itself.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise CommandError(f"--plot: expected a name ending in .png or .svg, got {str(path)!r}")
     if not path.parent.is_dir():
         raise CommandError(f"--plot: expected an existing folder, got {str(path.parent)!r}")
+    if path.is_dir():
+        raise CommandError(f"--plot: expected a file, got the folder {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: python -m pip install 'kpool[plot]'", UNAVAILABLE)
 

@@ -59,4 +59,4 @@ def _lines(axes: Any, points: dict[str, list[tuple[int, float]]]) -> None:
             color=colour, va="top" if below else "bottom",
         )  # fmt: skip
     if any(points.values()):
-        axes.margins(x=0.12)
+        axes.margins(x=0.12, y=0.12)

@@ -151,9 +151,9 @@ def wire(axes: Any, shares: dict[str, list[Share]], args: argparse.Namespace) ->
     if any(values):
         axes.set_xscale("log", base=2)
         axes.set_xlim(min(v for v in values if v) / 4, max(values) * 32)
-    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=5))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda value, _: view.size(value).replace(".0", ""))
+        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=5))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(lambda value, _: view.size(value).replace(".0", ""))
     axes.tick_params(axis="x", labelsize=9)
     axes.invert_yaxis()
     axes.set(xlabel="bytes per call, logarithmic", title="received by each rank from the others")
@@ -193,10 +193,10 @@ def lengths(axes: Any, pays: Pays, args: argparse.Namespace) -> None:
         axes.fill_between(span_of, *ends, color=colour, alpha=0.2, linewidth=0)
         axes.plot(span_of, ends.mean(0), color=colour, marker=marker, markersize=4, label=name)
     if args.ranks > 1:
-        for (kind, both), style in zip(pays.items(), (":", "--"), strict=True):
-            if None not in both:
-                label = f"{kind} pays from {planning.pays_text(both)}"
-                axes.axvline(max(both), color=_LOOKS[kind][0], linestyle=style, linewidth=1.2, label=label)
+        for (kind, (fast, slow)), style in zip(pays.items(), (":", "--"), strict=True):
+            if fast is not None and slow is not None:
+                label = f"{kind} pays from {planning.pays_text((fast, slow))}"
+                axes.axvline(max(fast, slow), color=_LOOKS[kind][0], linestyle=style, linewidth=1.2, label=label)
     axes.set_yscale("log")
     length_axis(axes, span_of)
     axes.grid(alpha=0.3)

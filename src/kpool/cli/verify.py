@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kpool.captures import CapturedCall, read_safetensors
-from kpool.cli import view
+from kpool.cli import report, view
 from kpool.cli.exits import DIFFERENT, CommandError
 from kpool.cli.outcome import Outcome, RankReport
 from kpool.cli.verdict import compare_expected, judge, sample_rows
@@ -64,6 +64,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--input", type=Path, metavar="FILE", help="a captured call instead of seeded tensors")
     parser.add_argument("--expect", type=Path, metavar="FILE", help="another system's selection: `tokens` [B, S, W]")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write one self-contained HTML page")
     add_geometry(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
@@ -71,7 +72,16 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do the four steps, print what came out, return the exit code."""
-    outcome = verify(args)
+    if args.report:
+        report.check(args.report)
+    try:
+        outcome = verify(args)
+    except CommandError as error:
+        if args.report and isinstance(error.__cause__, CollectiveError):
+            report.write(args.report, report.failure_page(args, error.__cause__))
+        raise
+    if args.report:
+        report.write(args.report, report.page(outcome))
     if args.json:
         view.print_json(outcome.as_json())
     else:
@@ -91,13 +101,14 @@ def verify(args: argparse.Namespace) -> Outcome:
         tokens = select(call, args)
         seconds = time.perf_counter() - began
         progress.update(task, completed=1, description=f"{args.ranks} ranks on {args.backend}")
-        ranks = rank_reports(run_ranks(call, tokens, args), windows_of(call), plan)
+        ran = run_ranks(call, tokens, args)
+        ranks = rank_reports(ran, windows_of(call), plan)
         progress.update(task, completed=2, description="float64 reference")
         rows = sample_rows(call, plan, args.rows)
         reference = judge(call, tokens, rows, lambda done: progress.update(task, completed=2 + done))
         progress.update(task, completed=3, description="expected selection")
         expected = None if given is None else compare_expected(call, tokens, given)
-    return Outcome(args, call, seconds, ranks, reference, expected)
+    return Outcome(args, call, seconds, ranks, reference, expected, tokens, ran.trace)
 
 
 def checked(make: Callable[[], Made]) -> Made:
