@@ -36,15 +36,17 @@ def inspected(*arguments: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.aot
 def test_released_score_kernel_keeps_its_budget() -> None:
     header, line = inspected("--released", "--target", "sm_90", "--kernel", "score H32 D128")
     assert header[:2] == ["target", "kernel"]
     assert line[:4] == ["sm_90", "score", "H32", "D128"] and line[-1] == "ok" and "HGMMA" in line
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize(
     ("field", "value", "fault"),
-    [("registers", 8, "registers"), pytest.param("shared", 1, "shared memory", marks=pytest.mark.aot)],
+    [("registers", 8, "registers"), ("shared", 1, "shared memory")],
 )
 def test_a_lowered_budget_fails(field: str, value: int, fault: str) -> None:
     done = python("-c", LOWERED.format(field=field, value=value))

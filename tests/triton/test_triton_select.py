@@ -10,14 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kpool import naive, reference
 from kpool.ranking import Ranking
 from kpool.scoring import visible_pools
-from kpool.selection import top_pools
+from kpool.selection import order_key, top_pools
 from kpool.sharding import RowBlocks, ShardPlan
 from kpool.triton import configs, launch
+from kpool.triton.score import rank_key
 from tests.triton.cases import LAYOUTS, VALUES, Built, Case, build
 
 SMALL = Case("small", rows=10, tokens=56, budget=3, heads=2)
@@ -68,6 +71,25 @@ def assert_scores_within_bound(built: Built) -> None:
         decided = ranking.decided(case.budget)
         mine = replace(built).select(launch)[b].sort(-1).values
         assert torch.equal(mine[decided], ranking.best(case.budget).int().sort(-1).values[decided])
+
+
+@triton.jit
+def keys_of(scores, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`rank_key` of N scores."""
+    at = tl.arange(0, N)
+    tl.store(out + at, rank_key(tl.load(scores + at)))
+
+
+def test_rank_keys_order_as_the_tie_rule_says(gpu: torch.device) -> None:
+    """Both zeros are one key, denormals are not zero, NaN of either sign is below -inf."""
+    least, largest, inf = 2.0**-149, 3.4e38, float("inf")
+    scores = torch.tensor([-inf, -largest, -1.0, -least, -0.0, 0.0, least, 1.0, largest, inf], device=gpu)
+    nan = torch.tensor([0x7FC00000, -1, 0x7F800001, -0x400000, 0x7FFFFFFF, -2], dtype=torch.int32, device=gpu)
+    scores = torch.cat([nan.view(torch.float32), scores])
+    keys = torch.empty(16, dtype=torch.int32, device=gpu)
+    keys_of[(1,)](scores, keys, 16)
+    assert torch.equal(keys, order_key(scores))
+    assert keys[10] == keys[11] == 0 and (keys[:6] == keys[0]).all() and (keys[6:].diff() >= 0).all()
 
 
 @pytest.mark.parametrize("order", ["score", "position"])
