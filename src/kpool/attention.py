@@ -71,7 +71,11 @@ class KPoolSparseAttention(nn.Module):
         shape: sizes of the attention.
         layout: "absorbed" (work grows with the selected tokens) or "plain" (with all tokens, as Hugging Face).
         indexer_type: "full" selects itself, "shared" takes the selection of an earlier layer.
-        numerics, batch_first, order, impl, shard_plan: as in `KPoolIndexer`.
+        numerics: as in `KPoolIndexer`.
+        batch_first: as in `KPoolIndexer`.
+        order: as in `KPoolIndexer`.
+        impl: as in `KPoolIndexer`.
+        shard_plan: as in `KPoolIndexer`.
         tp_group: tensor-parallel group; the heads are split across it.
         cp_group: context-parallel group; each rank holds the rows `kpool.parallel.zigzag_positions` says.
         sequence_parallel: the rows of `hidden_states` are also split across `tp_group`, in order.

@@ -44,7 +44,8 @@ class KPoolIndexer(nn.Module):
         batch_first: inputs are `[B, S, ...]`; False means `[S, B, ...]`. The result is `[B, S, W]` either way.
         order: order of the selected pools in a row, "score" or "position" (cheaper: rows that see no more pools
             than they may select are not scored).
-        impl, shard_plan: as in `kpool.fused_qk_topk_kpool`.
+        impl: as in `kpool.fused_qk_topk_kpool`.
+        shard_plan: the same.
         width_multiple: round the result width up to a multiple, filled with -1.
         row_tile: rows of each projection on CPU (see `kpool.linear`), so that a token projected alone has the bits
             it has in a prompt. None projects all rows in one call.
@@ -107,7 +108,8 @@ class KPoolIndexer(nn.Module):
             path: directory with `*.safetensors` (with or without an index file) and a `config.json`.
             layer: layer number; it must have an indexer of its own.
             config: instead of the directory's `config.json`.
-            numerics, **options: as the constructor.
+            numerics: as the constructor.
+            **options: the same.
 
         Returns:
             The indexer in eval mode, on the CPU, in the checkpoint's dtype.

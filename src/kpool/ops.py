@@ -68,7 +68,8 @@ def fused_qk_topk_kpool(
         gate_score: ``[T, B, D]`` in the dtype of k or fp32; None means zeros.
         ape: ``[P, D]``, bias of each slot of a pool; None means zeros.
         mask: additive fp32 ``[S, T]`` or ``[B, S, T]``, 0 or -inf.
-        varlen_starts, varlen_ends: int32 or int64 ``[S]``; row ``i`` sees the tokens ``[start, end)``.
+        varlen_starts: int32 or int64 ``[S]``; row ``i`` sees the tokens ``[start, end)``.
+        varlen_ends: the ends; both or neither.
         key_positions: int32 or int64 ``[T]``; bounds are compared with these positions.
         cu_seqlens_kv: int32 or int64 ``[docs + 1]``; the pool grid restarts at each document. Alone: causal per
             document. With no visibility argument at all nothing limits the pools: that is *not* causal.
@@ -182,8 +183,15 @@ def select_pools(
         budget: ``M``, pools to select.
         tokens: ``T``, the number of key slots; None means ``N * P``. Needed where the visibility itself lists ``T``
             entries (mask, left padding, key positions) or rows (packed without positions).
-        use_relu, fp8_indexer, rotate_activation_enabled, query_shard_group, order, shard_plan, score_chunk_bytes,
-            numerics, impl: as for ``fused_qk_topk_kpool``.
+        use_relu: as for ``fused_qk_topk_kpool``.
+        fp8_indexer: as for ``fused_qk_topk_kpool``.
+        rotate_activation_enabled: as for ``fused_qk_topk_kpool``.
+        query_shard_group: as for ``fused_qk_topk_kpool``.
+        order: as for ``fused_qk_topk_kpool``.
+        shard_plan: as for ``fused_qk_topk_kpool``.
+        score_chunk_bytes: as for ``fused_qk_topk_kpool``.
+        numerics: as for ``fused_qk_topk_kpool``.
+        impl: as for ``fused_qk_topk_kpool``.
 
     Returns:
         int32 pool ids ``[B, S, M]``, -1 in unused slots at the end.

@@ -204,7 +204,8 @@ def score_rows(
 
     Args:
         q: ``[r, H, D]``, transformed; ``keys [N, D]``, transformed; ``weights [r, H]``.
-        use_relu, dot_scale: the score formula.
+        use_relu: ReLU on the scaled dot products, else identity.
+        dot_scale: multiplies a dot product before that.
         key_error: ``[N, D]``, bound of the error of each pooled key element.
         dtype: float64 or float32.
 

@@ -101,7 +101,8 @@ class Visibility:
         """Row ``i`` sees the tokens ``[starts[i], ends[i])``.
 
         Args:
-            starts, ends: int32 or int64 ``[S]``; clipped to the keys that exist.
+            starts: int32 or int64 ``[S]``; clipped to the keys that exist.
+            ends: the same, not included.
             key_positions: int32 or int64 ``[T]``, position of each key slot, ascending within a document; bounds are
                 then compared with positions. None means slot ``t`` is at position ``t``.
             cu_seqlens: int32 or int64 ``[docs + 1]``; the pool grid restarts at each document. Each window must lie
@@ -178,7 +179,10 @@ class Visibility:
         """Resolve to one window per row.
 
         Args:
-            rows, tokens, batch, pool_size: ``S``, ``T``, ``B``, ``P`` of the call.
+            rows: ``S`` of the call.
+            tokens: ``T``.
+            batch: ``B``.
+            pool_size: ``P``.
             device: where the result lives; tensors of the visibility must be there already.
 
         Returns:

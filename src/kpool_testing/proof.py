@@ -101,7 +101,8 @@ def assert_matches_unsharded(
         combine: makes the whole result of the per-rank ones, `torch.cat` for shards; without it every rank must
             return the whole result.
         runner: `runner(fn, size) -> Run`; `simulate` by default, `replay` or the fixture-like `run_ranks` will do.
-        rtol, atol: where a reduction is crossed, a tolerance for floating-point tensors; 0 compares bits.
+        rtol: where a reduction is crossed, a tolerance for floating-point tensors; 0 compares bits.
+        atol: the same, absolute.
         options: passed to the runner for every size, not for the group of one (`faults=[Corrupt(rank=1)]`, say).
 
     Returns:
