@@ -87,6 +87,7 @@ def test_wrong_plain_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert code == DIFFERENT and report["lengths"][0]["plain_differs"] > 0
 
 
+@pytest.mark.slow
 def test_memory_in_a_fresh_process() -> None:
     found = measure.memory_in_fresh_process(arguments(tokens=2048, heads=16), "plain")
     assert found["bytes"] > 2048 * 16 * 512 * 4  # at least its products
@@ -117,7 +118,6 @@ def test_says_what_to_distrust(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["bench.png", "bench.svg"])
 def test_plot(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     code, _ = run_json(capsys, "--lengths", "128,256", "--no-memory", "--plot", str(tmp_path / name))
     assert code == OK and (tmp_path / name).stat().st_size > 5000
 

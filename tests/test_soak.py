@@ -32,8 +32,8 @@ def check(seed: int) -> int:
 
 
 def test_a_few() -> None:
-    compared = sum(check(seed) for seed in range(60))
-    assert compared > 1200
+    compared = sum(check(seed) for seed in range(24))
+    assert compared > 480
 
 
 @pytest.mark.soak

@@ -63,10 +63,10 @@ def differing(got: Tensor, want: Tensor) -> int:
     return int((bits(got) != bits(want)).any(-1).sum())
 
 
-def splits(heads: int, dim: int, seed: int) -> tuple[int, int]:
+def splits(heads: int, dim: int, seed: int, most: tuple[int, int] = (160, 360)) -> tuple[int, int]:
     """Rows compared and rows differing under one random drawing of everything a row must not depend on."""
     draw = random.Random(seed)
-    rows, pools = draw.randint(160, 360), draw.randint(40, 400)
+    rows, pools = draw.randint(*most), draw.randint(40, 400)
     call = inputs(rows, pools, heads, dim, seed)
     torch.set_num_threads(1)
     want_scores, order = scores(call), draw.choice(["score", "position"])
@@ -109,8 +109,8 @@ class TestInvariance:
     @pytest.mark.parametrize("heads", HEADS)
     def test_splits(self, heads: int) -> None:
         """No bit of a row depends on plan, chunk, shard, neighbours, place of row or pool, or threads."""
-        found = [splits(heads, dim, heads) for dim in (DIMS[:2] if heads % 2 else DIMS[2:])]
-        assert sum(compared for compared, _ in found) > 2000
+        found = [splits(heads, dim, heads, (70, 140)) for dim in (DIMS[:2] if heads % 2 else DIMS[2:])]
+        assert sum(compared for compared, _ in found) > 900
         assert sum(wrong for _, wrong in found) == 0
 
     @pytest.mark.slow
