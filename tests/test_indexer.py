@@ -204,6 +204,26 @@ class TestLayouts:
             assert torch.equal(got[:, begin:end], torch.where(alone >= 0, alone + begin, -1))
         assert bool((got[:, total - padding :] == -1).all())
 
+    @pytest.mark.parametrize("numerics", ["megatron", "hf"])
+    @pytest.mark.parametrize("row_tile", [64, None])
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_autocast_rounds_nothing(self, numerics: str, row_tile: int | None, grad: bool) -> None:
+        """Scores are fp32 sums; bf16 head weights or queries would select other tokens."""
+        module = make(numerics, row_tile=row_tile).requires_grad_(grad)
+        x, r = (t.transpose(0, 1) for t in draw(module, 2, 70))
+        plain = (*module.project_queries(x, r), *module.project_keys(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = (*module.project_queries(x, r), *module.project_keys(x))
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+    def test_no_default_device_is_assumed(self) -> None:
+        module = make()
+        x, r = draw(module, 2, 70)
+        mask = torch.arange(70) >= torch.tensor([0, 9])[:, None]
+        whole = module(x, r, mask)
+        with torch.device("meta"):
+            assert torch.equal(module(x, r, mask), whole)
+
 
 class TestDecoding:
     @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -114,6 +115,39 @@ def test_scores_need_no_gradient_and_give_one_when_asked(device: torch.device) -
     scores.masked_fill(scores == -INF, 0).square().sum().backward()
     assert all(leaf is not None and leaf.grad is not None and bool(leaf.grad.isfinite().all()) for leaf in leaves)
     assert not call.run().requires_grad
+
+
+def gradients(call: Call, backward: AbstractContextManager[Any]) -> list[torch.Tensor | None]:
+    leaves = [t.clone().requires_grad_() for t in (call.q, call.k, call.weights)]
+    scores = replace(call, q=leaves[0], k=leaves[1], weights=leaves[2]).scores()
+    loss = scores.masked_fill(scores == -INF, 0).square().sum()
+    with backward:
+        loss.backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def test_autocast_changes_neither_scores_nor_gradients(device: torch.device) -> None:
+    call = noisy(exact_call(0, rows=40, batch=2, heads=3, dim=16, dtype=torch.float32)).to(device)
+    autocast = torch.autocast(device.type, torch.bfloat16)
+    whole, scores = call.run(), call.scores()
+    with autocast:
+        same_rows(whole, call.run(), "autocast")
+        assert torch.equal(scores, call.scores())
+    for plain, cast in zip(gradients(call, nullcontext()), gradients(call, autocast), strict=True):
+        assert plain is not None and cast is not None and torch.equal(plain, cast)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("order", ["score", "position"])
+def test_no_default_device_is_assumed(impl: str, order: str, device: torch.device) -> None:
+    """Tensors made on the way lie where the inputs lie, also under `torch.set_default_device`."""
+    rows = 40 if impl == "reference" else 300  # enough to sort rows as one flat tensor
+    call = noisy(exact_call(0, rows=rows, batch=2, budget=70, pool_size=2)).with_options(impl=impl, order=order)
+    call = call.to(device)
+    whole = call.run()
+    with torch.device("meta"):
+        same_rows(whole, call.run(), "default device")
+        same_rows(whole, call.run(return_index_scores=True), "default device, with scores")
 
 
 class TestSelectPools:

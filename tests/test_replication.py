@@ -121,3 +121,10 @@ def test_empty_inputs(rows: int, tokens: int) -> None:
     call = exact_call(0, "window", rows=rows, tokens=tokens)
     run = kpool_testing.replay(lambda group: sharded(call, group), 3)
     assert all(torch.equal(tokens, call.run()) for tokens in run.results)
+
+
+def test_no_default_device_is_assumed() -> None:
+    """Arguments left out are None; what stands for them lies where the others lie."""
+    with torch.device("meta"):
+        run = kpool_testing.replay(lambda group: sharded(CALL, group), 2)
+    assert all(torch.equal(tokens, CALL.run()) for tokens in run.results)

@@ -159,7 +159,7 @@ class IndexerCache:
 
     def _check_spans(self, mask: Tensor, lead: Tensor, valid: Tensor) -> None:
         assert self.first is not None and self.count is not None
-        slot = torch.arange(mask.shape[1])
+        slot = torch.arange(mask.shape[1], device=mask.device)
         span = (slot >= lead[:, None]) & (slot < (lead + valid)[:, None])
         ended = (self.count > 0) & (self.first + self.count < self.length) & (valid > 0)
         broken = (span != mask).any(1) | ended

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from kpool.cache import IndexerCache
 from kpool.config import KPoolConfig
-from kpool.linear import ROW_TILE, row_linear
+from kpool.linear import ROW_TILE, no_autocast, row_linear
 from kpool.ops import select_pools
 from kpool.pooling import PooledKeys, pool_keys
 from kpool.replication import check_replicated
@@ -189,11 +189,12 @@ class KPoolIndexer(nn.Module):
             q `[S, B, H, D]` in the dtype of the weights; head weights fp32 `[S, B, H]`.
         """
         heads, dim = self.config.index_n_heads, self.config.index_head_dim
-        q = self._linear(q_resid, self.wq_b.weight).view(*q_resid.shape[:-1], heads, dim)
         weight = self.weights_proj.weight
-        if self.numerics == "hf":
-            return q, self._linear(hidden_states.to(weight.dtype), weight).float() * heads**-0.5
-        return q, self._linear(hidden_states.float(), weight.float()) * (heads**-0.5 * dim**-0.5)
+        with no_autocast(q_resid.device):
+            q = self._linear(q_resid, self.wq_b.weight).view(*q_resid.shape[:-1], heads, dim)
+            if self.numerics == "hf":
+                return q, self._linear(hidden_states.to(weight.dtype), weight).float() * heads**-0.5
+            return q, self._linear(hidden_states.float(), weight.float()) * (heads**-0.5 * dim**-0.5)
 
     def project_keys(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Index keys and gate scores of some tokens.
@@ -204,8 +205,9 @@ class KPoolIndexer(nn.Module):
         Returns:
             k and gate, `[T, B, D]` each.
         """
-        k = self.k_norm(self._linear(hidden_states, self.wk.weight))
-        return k, self._linear(hidden_states, self.index_kpool_compress_gate)
+        with no_autocast(hidden_states.device):
+            k = self.k_norm(self._linear(hidden_states, self.wk.weight))
+            return k, self._linear(hidden_states, self.index_kpool_compress_gate)
 
     def pool(self, k: Tensor, gate: Tensor, cu_seqlens: Tensor | None = None) -> PooledKeys:
         """Pool `k` and `gate`, `[T, B, D]` each, on the plain grid or per packed document."""

@@ -13,11 +13,13 @@ Cost on two cores, fp32, 1536 x 4096 weights: a prompt 1.4x the single call at t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ROW_TILE", "row_linear"]
+__all__ = ["ROW_TILE", "no_autocast", "row_linear"]
 
 ROW_TILE = 64
 
@@ -53,3 +55,14 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: i
         if bias is not None:
             out += bias
     return out[:count].view(*x.shape[:-1], weight.shape[0])
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context where products keep the dtype of their inputs, although the caller may be inside ``torch.autocast``.
+
+    An index score is compared with its neighbours, so an fp32 product that autocast turned into bf16 selects other
+    tokens.
+    """
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

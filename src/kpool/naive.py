@@ -62,7 +62,7 @@ def select(
 ) -> Tensor:
     """int32 ``[B, rows.count, M]``; arguments as for ``kpool.tiled.select``. ``chunk_bytes`` does not matter here."""
     del chunk_bytes
-    ids = torch.full((q.shape[1], rows.count, budget), -1, dtype=torch.int32)
+    ids = torch.full((q.shape[1], rows.count, budget), -1, dtype=torch.int32, device="cpu")
     for local, first, last in rows.spans(q.shape[0]):
         for entry in range(q.shape[1]):
             mine = reference.transform(q[first:last, entry].cpu(), transform)
@@ -82,7 +82,7 @@ def select(
 
 
 def _seen(lo: Tensor, hi: Tensor, mask: Tensor | None, pool_size: int, pools: int) -> Tensor:
-    seen = torch.zeros(lo.shape[0], pools, dtype=torch.bool)
+    seen = torch.zeros(lo.shape[0], pools, dtype=torch.bool, device="cpu")
     for row, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
         seen[row, first:last] = True
         if mask is not None:

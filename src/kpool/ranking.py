@@ -40,9 +40,9 @@ class Ranking:
 
     def best(self, budget: int) -> Tensor:
         """Winning pool ids of each row in score order, int64 ``[r, M]``, -1 padded."""
-        out = torch.full((self.score.shape[0], budget), -1, dtype=torch.int64)
+        out = self.score.new_full((self.score.shape[0], budget), -1, dtype=torch.int64)
         for row, ids in enumerate(self.order()):
-            chosen = torch.tensor(ids[:budget], dtype=torch.int64)
+            chosen = out.new_tensor(ids[:budget])
             out[row, : chosen.numel()] = chosen
         return out
 
@@ -53,7 +53,7 @@ class Ranking:
         Positive: the worst chosen pool beats the best rejected one whatever the rounding. Exact ties of scores with no
         error (ReLU zeros) are decided by the tie rule, and count as +inf too.
         """
-        margin = torch.full((self.score.shape[0],), math.inf, dtype=torch.float64)
+        margin = self.score.new_full((self.score.shape[0],), math.inf, dtype=torch.float64)
         best = self.best(budget)
         for row in range(self.score.shape[0]):
             if int(self.visible[row].sum()) <= budget:

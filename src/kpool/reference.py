@@ -214,7 +214,7 @@ def score_rows(
     """
     rows, heads, dim = q.shape
     q, keys, weights = (t.to(dtype) for t in (q, keys, weights))
-    score = torch.zeros(rows, keys.shape[0], dtype=dtype)
+    score = q.new_zeros(rows, keys.shape[0])
     variance, linear = torch.zeros_like(score), torch.zeros_like(score)
     unit = (CONFIDENCE * UNIT_ROUNDOFF) ** 2
     uncertain = None if key_error is None or not bool(key_error.any()) else key_error.to(dtype)
@@ -224,7 +224,7 @@ def score_rows(
         dot_variance = unit * (dim + 2) * dot_scale**2 * (q[:, head].square() @ keys.square().T)
         reach = torch.zeros_like(dot) if uncertain is None else dot_scale * (q[:, head].abs() @ uncertain.T)
         value = dot.relu() if use_relu else dot
-        live = (dot + dot_variance.sqrt() + reach > 0) | torch.tensor(not use_relu)
+        live = (dot + dot_variance.sqrt() + reach > 0) if use_relu else torch.ones_like(dot, dtype=torch.bool)
         term = weight * value
         score = score + term
         variance += torch.where(live, weight.square() * dot_variance + unit * (heads + 2) * term.square(), 0.0)

@@ -35,17 +35,16 @@ def check_replicated(tensors: Mapping[str, Tensor | None], group: Group, rank: i
     """
     names = list(tensors)
     device = next(t.device for t in tensors.values() if t is not None)
-    rows = {
-        name: _row_checksums(t) if t is not None else torch.zeros(0, dtype=torch.int64) for name, t in tensors.items()
-    }
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    rows = {name: none if t is None else _row_checksums(t) for name, t in tensors.items()}
     mine = torch.stack([_whole(tensors[name], rows[name]) for name in names])
-    everyone = all_gather(mine.to(device)[None], group, size).cpu()  # [G, names, 2]: shape and content
+    everyone = all_gather(mine[None], group, size).cpu()  # [G, names, 2]: shape and content
     for column, name in enumerate(names):
         shapes, contents = everyone[:, column, 0].tolist(), everyone[:, column, 1].tolist()
         if len(set(shapes)) > 1:
             raise RuntimeError(_message(name, shapes, rank, "its shape, or whether it is given, differs"))
         if len(set(contents)) > 1:
-            by_row = all_gather(rows[name].to(device)[None], group, size).cpu()  # [G, rows]
+            by_row = all_gather(rows[name][None], group, size).cpu()  # [G, rows]
             differs = (by_row != by_row[0]).any(0)
             first = int(differs.nonzero()[0, 0]) if bool(differs.any()) else 0
             raise RuntimeError(_message(name, contents, rank, f"first differing row (index along dim 0): {first}"))
@@ -64,13 +63,14 @@ def _message(name: str, values: Sequence[int], rank: int, what: str) -> str:
 
 
 def _whole(tensor: Tensor | None, rows: Tensor) -> Tensor:
-    """``[2]`` int64: a checksum of shape and dtype, and one of the content."""
+    """``[2]`` int64 on the device of ``rows``: a checksum of shape and dtype, and one of the content."""
     if tensor is None:
-        return torch.tensor([-1, 0])
+        return torch.tensor([-1, 0], device=rows.device)
     shape = 0
     for part in (*tensor.shape, tensor.dim(), hash_name(str(tensor.dtype))):
         shape = (shape * 1_000_003 + part + 1) % (2**61 - 1)
-    return torch.stack([torch.tensor(shape), (rows * _multipliers(rows.numel(), rows.device)).sum().cpu()])
+    content = (rows * _multipliers(rows.numel(), rows.device)).sum()
+    return torch.stack([torch.full_like(content, shape), content])
 
 
 def hash_name(text: str) -> int:

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kpool.linear import no_autocast
+
 TRANSFORMS = ("none", "hadamard", "fp8")
 FP8_MAX = 448.0  # largest finite E4M3 "fn" value
 FP8_AMAX_FLOOR = 1e-4  # an all-zero vector gets a finite scale
@@ -189,20 +191,21 @@ class _Scores(torch.autograd.Function):
         grad_key = torch.zeros_like(key)
         grad_w = torch.zeros_like(weights)
         piece = max(1, _BACKWARD_ELEMENTS // max(1, batch * heads * pools))
-        for row in range(0, rows, piece):
-            part = slice(row, row + piece)
-            window = None if mask is None else mask[:, part]
-            seen = visible_pools(pool_lo[:, part], pool_hi[:, part], window, pool_size, pools)
-            upstream = grad[:, part].float().masked_fill(~seen, 0).transpose(0, 1)[:, :, None]  # [r, B, 1, N]
-            rows_q = q[part].float()
-            dot = torch.einsum("sbhd,nbd->sbhn", rows_q, key) * dot_scale
-            value = dot.relu() if use_relu else dot
-            grad_w[part] = (upstream * value).sum(-1).to(weights.dtype)
-            inner = upstream * weights[part].float()[..., None] * dot_scale
-            if use_relu:
-                inner = inner.masked_fill(dot <= 0, 0)
-            grad_q[part] = torch.einsum("sbhn,nbd->sbhd", inner, key).to(q.dtype)
-            grad_key += torch.einsum("sbhn,sbhd->nbd", inner, rows_q)
+        with no_autocast(q.device):
+            for row in range(0, rows, piece):
+                part = slice(row, row + piece)
+                window = None if mask is None else mask[:, part]
+                seen = visible_pools(pool_lo[:, part], pool_hi[:, part], window, pool_size, pools)
+                upstream = grad[:, part].float().masked_fill(~seen, 0).transpose(0, 1)[:, :, None]  # [r, B, 1, N]
+                rows_q = q[part].float()
+                dot = torch.einsum("sbhd,nbd->sbhn", rows_q, key) * dot_scale
+                value = dot.relu() if use_relu else dot
+                grad_w[part] = (upstream * value).sum(-1).to(weights.dtype)
+                inner = upstream * weights[part].float()[..., None] * dot_scale
+                if use_relu:
+                    inner = inner.masked_fill(dot <= 0, 0)
+                grad_q[part] = torch.einsum("sbhn,nbd->sbhd", inner, key).to(q.dtype)
+                grad_key += torch.einsum("sbhn,sbhd->nbd", inner, rows_q)
         return (None, grad_q, grad_key.to(keys.dtype), grad_w, None, None, None, None, None, None)
 
 

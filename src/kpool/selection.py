@@ -86,7 +86,7 @@ def _sort_rows(values: Tensor, bound: int) -> Tensor:
     fits = rows * bound <= torch.iinfo(values.dtype).max
     if values.device.type != "cpu" or values.numel() < _FLAT_SORT_ELEMENTS or not fits:
         return values.sort(-1).values
-    floor = torch.arange(rows, dtype=values.dtype).mul_(bound).view(*values.shape[:-1], 1)
+    floor = torch.arange(rows, dtype=values.dtype, device=values.device).mul_(bound).view(*values.shape[:-1], 1)
     return (values + floor).flatten().sort().values.view_as(values).sub_(floor)
 
 

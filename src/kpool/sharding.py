@@ -138,8 +138,8 @@ class ShardPlan:
         batch, budget = gathered.shape[0] // self.size, gathered.shape[2]
         if self.rows_per_rank == 0:
             return gathered.new_empty(batch, 0, budget)
-        dealt = gathered.view(self.size, batch, -1, self.block, budget)
-        ordered = dealt.permute(1, 2, 0, 3, 4).reshape(batch, -1, budget)
+        dealt = gathered.view(self.size, batch, self.rows_per_rank // self.block, self.block, budget)
+        ordered = dealt.permute(1, 2, 0, 3, 4).reshape(batch, self.size * self.rows_per_rank, budget)
         return ordered[:, : self.num_rows]
 
 

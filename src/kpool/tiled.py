@@ -219,7 +219,7 @@ def _groups(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 def _write_everything(out: Tensor, lo: Tensor, hi: Tensor) -> None:
     """``out [r, M]`` gets the first ``M`` pools each row sees, ascending, -1 behind them."""
-    column = torch.arange(out.shape[1], dtype=torch.int32)
+    column = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
     for row in range(0, out.shape[0], _FILL_ROWS):
         part = slice(row, row + _FILL_ROWS)
         torch.add(lo[part, None], column, out=out[part])
@@ -244,7 +244,7 @@ class Need:
         row_tiles = -(-count // tile.rows)
         if not _readable(lo):
             return Need(None, [(0, scorer.tiles)] * row_tiles, tile)
-        mine = torch.zeros(count, dtype=torch.bool)
+        mine = torch.zeros(count, dtype=torch.bool, device=lo.device)
         for _, first, last in blocks.spans(count):
             mine[first:last] = True
         mine &= (hi - lo) > (free or 0)

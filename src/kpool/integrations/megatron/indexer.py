@@ -28,7 +28,7 @@ from torch import Tensor
 from kpool.config import KPoolConfig
 from kpool.integrations.megatron.rows import QueryRows, Ranks, key_order, visibility
 from kpool.integrations.megatron.settings import resolve
-from kpool.linear import row_linear
+from kpool.linear import no_autocast, row_linear
 from kpool.ops import fused_qk_topk_kpool
 from kpool.sharding import Group, all_gather
 
@@ -142,7 +142,8 @@ class KPoolDSAIndexer(DSAIndexer):  # type: ignore[misc]
         """Index queries `[S, B, H, D]` and fp32 head weights `[S, B, H]` of `x [S, B, hidden]`, `qr [S, B, q_lora]`."""
         q, _ = self.linear_wq_b(qr)
         q = q.unflatten(-1, (self.index_n_heads, self.index_head_dim))
-        weights = row_linear(x.float(), self.linear_weights_proj.weight.float())
+        with no_autocast(x.device):
+            weights = row_linear(x.float(), self.linear_weights_proj.weight.float())
         return q, weights * (self.index_n_heads**-0.5 * self.softmax_scale)
 
     def project_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
