@@ -136,6 +136,29 @@ def test_documents_stored_out_of_order() -> None:
     assert head_pools_tail(second, 0) == ([], [1, 2], [])
 
 
+def test_positions_of_the_padding_are_nobodys() -> None:
+    """Slots past `cu[-1]` may hold any position, also one of a document."""
+    positions, cu = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]), torch.tensor([0, 4])
+    view = windows(bounds(0, 3, key_positions=positions, cu_seqlens=cu), 1, 8, 2)
+    assert head_pools_tail(view, 0) == ([], [0], [2])
+    early = torch.tensor([5, 6, 7, 8, 0, 0, 0, 0])
+    view = windows(bounds(0, 7, key_positions=early, cu_seqlens=cu), 1, 8, 2)
+    assert head_pools_tail(view, 0) == ([], [0], [])
+
+
+def test_bounds_with_gaps_in_memory() -> None:
+    starts, ends = torch.tensor([0, 9, 2, 9])[::2], torch.tensor([5, 9, 7, 9])[::2]
+    view = windows(Visibility.bounds(starts, ends, torch.arange(8)), 2, 8, 2)
+    assert head_pools_tail(view, 0) == ([], [0, 1], [4])
+    assert head_pools_tail(view, 1) == ([], [1, 2], [6])
+
+
+def test_left_padded_grid_ends_with_the_last_valid_token() -> None:
+    valid = torch.tensor([[False, True, True, True, False, False]])
+    grid = Visibility.left_padded(valid).grid(tokens=6, batch=1, pool_size=2, device=CPU)
+    assert grid.starts().tolist() == [1, -1, -1]
+
+
 def test_mask_window_head_tail_and_holes() -> None:
     mask = torch.full((3, 10), -INF)
     mask[0, 1:9] = 0
