@@ -50,6 +50,10 @@ DTYPES = [
     ({"ape": zeros(P, D, dtype=torch.int64)}, "ape: expected .* got torch.int64"),
     ({"q": [1.0]}, "q: expected a torch.Tensor, got list"),
     ({"k": None}, "k: expected a torch.Tensor, got NoneType"),
+    ({"mask": [[0.0]]}, "mask: expected a torch.Tensor, got list"),
+    ({"varlen_starts": [0] * S, "varlen_ends": [T] * S}, "varlen_starts: expected a torch.Tensor, got list"),
+    ({**BOUNDS, "key_positions": list(range(T))}, "key_positions: expected a torch.Tensor, got list"),
+    ({"cu_seqlens_kv": [0, T]}, "cu_seqlens_kv: expected a torch.Tensor, got list"),
     ({"mask": MASK.bool()}, "mask: expected an additive float32 mask .* got torch.bool; convert"),
     ({"mask": MASK.to(torch.bfloat16)}, "mask: expected .* got torch.bfloat16"),
     ({**BOUNDS, "varlen_starts": torch.zeros(S)}, "varlen_starts: expected torch.int32 or .* got torch.float32"),
@@ -98,6 +102,8 @@ VALUES = [
     ({"pool_size": 0}, "pool_size: expected a positive int, got 0"),
     ({"pool_size": True}, "pool_size: expected a positive int, got True"),
     ({"width_multiple": 0}, "width_multiple: expected a positive int, got 0"),
+    ({"width_multiple": True}, "width_multiple: expected a positive int, got True"),
+    ({"score_chunk_bytes": True}, "score_chunk_bytes: expected a positive number of bytes or None, got True"),
     ({"score_chunk_bytes": 0}, "score_chunk_bytes: expected a positive number of bytes or None, got 0"),
     ({"score_chunk_bytes": 2.5}, "score_chunk_bytes: expected .* got 2.5"),
     # choices
@@ -187,6 +193,7 @@ class TestPoolKeys:
             ({"ape": torch.zeros(3, D)}, ValueError, r"ape: expected shape \[P, D\] = \[2, 4\], got \[3, 4\]"),
             ({"cu_seqlens_kv": ints(0, 9)}, ValueError, "cu_seqlens_kv: .* within T = 8 keys, got 9"),
             ({"numerics": "x"}, ValueError, "numerics: expected one of"),
+            ({"impl": "x"}, ValueError, "impl: expected one of"),
         ],
     )
     def test_refused(self, change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -207,6 +214,7 @@ class TestVisibility:
             (lambda: Visibility.bounds(ints(3), ints(2, 3)), ValueError, "ends: expected the shape of starts"),
             (lambda: Visibility.from_mask(MASK.bool()), TypeError, "mask: expected an additive float32 mask"),
             (lambda: Visibility.from_mask(MASK[None, None]), ValueError, r"mask: expected \[S, T\] or \[B, S, T\]"),
+            (lambda: Visibility.left_padded([[True]]), TypeError, "valid: expected a torch.Tensor, got list"),
             (lambda: Visibility.left_padded(torch.ones(1, 3)), TypeError, "valid: expected .* got torch.float32"),
             (lambda: Visibility.left_padded(torch.ones(3).bool()), ValueError, r"valid: expected \[B, T\]"),
             (lambda: Visibility.left_padded(torch.ones(1, 3).bool(), 4), ValueError, "queries: .* T = 3, got 4"),
@@ -258,6 +266,11 @@ class TestSelectPools:
             ({"impl": "x"}, ValueError, "impl: expected one of"),
             ({"pooled": replace(POOLED, pool_size=0)}, ValueError, "pool_size: expected a positive int, got 0"),
             ({"tokens": 100}, ValueError, r"pooled.keys: expected at least T // P = 50 pools, got 4"),
+            ({"tokens": -1}, ValueError, "tokens: expected the number of key slots T >= 0, got -1"),
+            ({"pooled": POOLED.keys}, TypeError, "pooled: expected a kpool.PooledKeys, got Tensor"),
+            ({"pooled": replace(POOLED, keys=zeros(4, D))}, ValueError, r"pooled.keys: expected shape \[N, B, D\]"),
+            ({"pooled": replace(POOLED, keys=POOLED.keys.int())}, TypeError, "pooled.keys: expected .* torch.int32"),
+            ({"visibility": None}, TypeError, "visibility: expected a kpool.Visibility, got NoneType"),
         ],
     )
     def test_refused(self, change: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -364,8 +364,11 @@ class TestArguments:
             KPoolIndexer(SIZES)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="numerics: expected one of"):
             KPoolIndexer(config, "fp8")
-        with pytest.raises(ValueError, match="order: expected one of"):
-            KPoolIndexer(config, order="random")
+        for option in ("order", "impl", "shard_plan"):
+            with pytest.raises(ValueError, match=f"{option}: expected one of"):
+                KPoolIndexer(config, **{option: "random"})
+        with pytest.raises(ValueError, match="width_multiple: expected a positive int, got 0"):
+            KPoolIndexer(config, width_multiple=0)
         assert "topk=24, pool=4" in repr(KPoolIndexer(config))
 
     @pytest.mark.parametrize(

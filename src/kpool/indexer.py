@@ -28,8 +28,8 @@ from kpool.ops import select_pools
 from kpool.pooling import PooledKeys, pool_keys
 from kpool.replication import check_replicated
 from kpool.selection import ORDERS, expand
-from kpool.sharding import Group, check_group
-from kpool.validation import NUMERICS
+from kpool.sharding import PLANS, Group, check_group
+from kpool.validation import IMPLS, NUMERICS, check_choice, check_width_multiple
 from kpool.visibility import Visibility
 
 __all__ = ["IndexerCache", "KPoolIndexer"]
@@ -74,10 +74,10 @@ class KPoolIndexer(nn.Module):
                 f"config: expected a KPoolConfig (KPoolConfig.from_hf reads a Hugging Face one), "
                 f"got {type(config).__name__}"
             )
-        if numerics not in NUMERICS:
-            raise ValueError(f"numerics: expected one of {NUMERICS}, got {numerics!r}")
-        if order not in ORDERS:
-            raise ValueError(f"order: expected one of {ORDERS}, got {order!r}")
+        options = (("numerics", numerics, NUMERICS), ("order", order, ORDERS), ("impl", impl, IMPLS))
+        for name, value, known in (*options, ("shard_plan", shard_plan, PLANS)):
+            check_choice(name, value, known)
+        check_width_multiple(width_multiple)
         self.config, self.numerics, self.batch_first = config, numerics, batch_first
         self.order, self.impl, self.shard_plan = order, impl, shard_plan
         self.width_multiple, self.row_tile = width_multiple, row_tile

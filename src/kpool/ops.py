@@ -200,7 +200,11 @@ def select_pools(
         TypeError, ValueError: as for ``fused_qk_topk_kpool``.
     """
     transform_name = "fp8" if fp8_indexer else "hadamard" if rotate_activation_enabled else "none"
+    validation.check_kind("pooled", pooled, PooledKeys)
+    validation.check_kind("visibility", visibility, Visibility)
     validation.check_pool_size(pooled.pool_size)
+    tokens = _token_count(visibility, pooled) if tokens is None else tokens
+    validation.check_pooled(pooled.keys, tokens, pooled.pool_size)
     validation.check_queries(q, pooled.keys, weights, key_name="pooled.keys", same_dtype=False)
     validation.check_budget(budget, 1, name="budget")
     validation.check_sharding(query_shard_group, False, shard_plan)
@@ -215,12 +219,6 @@ def select_pools(
     )
     rows, batch = q.shape[0], q.shape[1]
     size = pooled.pool_size
-    tokens = _token_count(visibility, pooled) if tokens is None else tokens
-    if pooled.keys.shape[0] < tokens // size:
-        raise ValueError(
-            f"pooled.keys: expected at least T // P = {tokens // size} pools, got {pooled.keys.shape[0]}; "
-            "a row could see a pool that is not there"
-        )
     windows = visibility.windows(rows=rows, tokens=tokens, batch=batch, pool_size=size, device=q.device)
     shard = _Shard.enter(query_shard_group, shard_plan, rows)
     call = _Call(

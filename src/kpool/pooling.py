@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kpool.dispatch import triton_pools
 from kpool.grid import PoolGrid
-from kpool.validation import check_pooling
+from kpool.validation import IMPLS, check_choice, check_pooling
 
 _PIECE_ELEMENTS = 1 << 22  # fp32 elements of keys worked on at a time: 16 MiB
 
@@ -69,6 +69,7 @@ def pool_keys(
         TypeError, ValueError: dtypes, shapes, ``numerics`` or (on CPU) values of ``cu_seqlens_kv``.
     """
     check_pooling(k, gate_score, ape, pool_size, cu_seqlens_kv, numerics)
+    check_choice("impl", impl, IMPLS)
     if cu_seqlens_kv is None:
         grid = PoolGrid.plain(k.shape[0], pool_size, k.device)
     else:

@@ -29,6 +29,12 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """TypeError unless ``value`` is a ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected a kpool.{kind.__name__}, got {type(value).__name__}")
+
+
 def check_dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     """TypeError unless the dtype of ``tensor`` is allowed."""
     if not isinstance(tensor, Tensor):
@@ -48,7 +54,7 @@ def check_shape(name: str, tensor: Tensor, legend: str, expected: tuple[int | No
 
 def check_pool_size(pool_size: int) -> None:
     """ValueError unless ``pool_size`` is a positive int."""
-    if not isinstance(pool_size, int) or isinstance(pool_size, bool) or pool_size < 1:
+    if not _is_positive_int(pool_size):
         raise ValueError(f"pool_size: expected a positive int, got {pool_size!r}")
 
 
@@ -97,10 +103,29 @@ def check_queries(q: Tensor, keys: Tensor, weights: Tensor, *, key_name: str, sa
 
 def check_budget(index_topk: int, pool_size: int, name: str = "index_topk") -> int:
     """``M = K // P``; ValueError unless ``K`` is a positive multiple of ``P``. ``P = 1``: the budget itself."""
-    if not isinstance(index_topk, int) or isinstance(index_topk, bool) or index_topk < 1 or index_topk % pool_size:
+    if not _is_positive_int(index_topk) or index_topk % pool_size:
         wanted = "a positive int" if name == "budget" else f"a positive multiple of pool_size = {pool_size}"
         raise ValueError(f"{name}: expected {wanted}, got {index_topk!r}; whole pools are selected")
     return index_topk // pool_size
+
+
+def check_width_multiple(width_multiple: int) -> None:
+    """ValueError unless ``width_multiple`` is a positive int."""
+    if not _is_positive_int(width_multiple):
+        raise ValueError(f"width_multiple: expected a positive int, got {width_multiple!r}")
+
+
+def check_pooled(keys: Tensor, tokens: int, pool_size: int) -> None:
+    """Pooled keys ``[N, B, D]`` that a caller kept, for ``T = tokens`` key slots."""
+    check_dtype("pooled.keys", keys, _FLOATS)
+    check_shape("pooled.keys", keys, "[N, B, D]", (None, None, None))
+    if tokens < 0:
+        raise ValueError(f"tokens: expected the number of key slots T >= 0, got {tokens}")
+    if keys.shape[0] < tokens // pool_size:
+        raise ValueError(
+            f"pooled.keys: expected at least T // P = {tokens // pool_size} pools, got {keys.shape[0]}; "
+            "a row could see a pool that is not there"
+        )
 
 
 def check_visibility_arguments(
@@ -142,9 +167,8 @@ def check_options(
     check_choice("numerics", numerics, NUMERICS)
     check_choice("impl", impl, IMPLS)
     check_choice("transform", transform, TRANSFORMS)
-    if not isinstance(width_multiple, int) or width_multiple < 1:
-        raise ValueError(f"width_multiple: expected a positive int, got {width_multiple!r}")
-    if score_chunk_bytes is not None and (not isinstance(score_chunk_bytes, int) or score_chunk_bytes < 1):
+    check_width_multiple(width_multiple)
+    if score_chunk_bytes is not None and not _is_positive_int(score_chunk_bytes):
         raise ValueError(f"score_chunk_bytes: expected a positive number of bytes or None, got {score_chunk_bytes!r}")
     if transform != "none" and dim & (dim - 1):
         raise ValueError(f"q: expected a power of two as index head dim D for the Hadamard rotation, got {dim}")
@@ -164,3 +188,7 @@ def _check_devices(**tensors: Tensor | None) -> None:
     if len(set(devices.values())) > 1:
         listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"{', '.join(devices)}: expected all on one device, got {listing}")
+
+
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -121,6 +121,7 @@ class Visibility:
             TypeError: not fp32 (a boolean mask is ambiguous: True means *keep* to some libraries, *drop* to others).
             ValueError: neither 2 nor 3 dimensions.
         """
+        _check_tensor("mask", mask)
         if mask.dtype is not torch.float32:
             raise TypeError(
                 f"mask: expected an additive float32 mask (0 visible, -inf hidden), got {mask.dtype}; convert a "
@@ -141,6 +142,7 @@ class Visibility:
         Raises:
             TypeError, ValueError: dtype, shape, or (on CPU) a hole in a span.
         """
+        _check_tensor("valid", valid)
         if valid.dtype is not torch.bool:
             raise TypeError(f"valid: expected torch.bool, got {valid.dtype}")
         if valid.dim() != 2:
@@ -325,7 +327,13 @@ def on_cpu(*tensors: Tensor) -> bool:
     return plain and not torch.compiler.is_compiling()
 
 
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
 def _check_index(name: str, tensor: Tensor) -> None:
+    _check_tensor(name, tensor)
     if tensor.dtype not in _INDEX_DTYPES:
         raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {tensor.dtype}")
     if tensor.dim() != 1:
