@@ -14,7 +14,7 @@ import torch
 from tests.support.calls import LAYOUTS, random_call
 from tests.support.properties import agrees_with_reference
 
-PLAIN_CALLS = 240
+PLAIN_CALLS = 160
 SOAK_CALLS = int(os.environ.get("KPOOL_SOAK_CALLS", "200000"))
 SOAK_SEED = int(os.environ.get("KPOOL_SOAK_SEED", "1000000"))
 SOAK_CHUNK = 1000
@@ -37,7 +37,7 @@ def compare(seeds: range, layout: str | None, device: torch.device) -> tuple[int
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_calls(layout: str, device: torch.device) -> None:
     rows, compared = compare(range(PLAIN_CALLS // len(LAYOUTS)), layout, device)
-    assert rows > 500 and compared > 0.85 * rows, f"only {compared} of {rows} rows were decided"
+    assert rows > 300 and compared > 0.85 * rows, f"only {compared} of {rows} rows were decided"
 
 
 @pytest.mark.soak

@@ -41,7 +41,7 @@ OPTIONS: list[dict[str, object]] = [
     {"rotate_activation_enabled": True, "use_relu": False},
     {"always_select_tail": False, "width_multiple": 64},
 ]
-few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def made(seed: int, layout: str, exact: bool) -> Call:

@@ -82,7 +82,7 @@ def _more() -> list[Scenario]:
         options = {"score_chunk_bytes": SMALL_BUDGET}
         shape = (("rows", 45), ("tokens", 45), ("batch", 2))
         made.append(Scenario(f"exact-{layout}-{size}ranks", layout, size, seed=3, arguments=shape, options=options))
-    for number in range(12):
+    for number in range(8):
         made.append(Scenario(f"random-{number}-{2 + number % 3}ranks", "random", 2 + number % 3, seed=100 + number))
     wide = (("rows", 200), ("tokens", 1100), ("batch", 1), ("budget", 8))
     for layout in ("causal", "window", "packed_bounds"):
