@@ -226,7 +226,7 @@ class TestWork:
 
         call = self.causal(4096, 1024)
         with Watch():
-            tiled._select._init_fn(*call, None, 4, 24, [0, 4096, 4096, 4096], True, 1.0, "none", "score", 1 << 20)
+            tiled._select(*call, None, 4, 24, [0, 4096, 4096, 4096], True, 1.0, "none", "score", 1 << 20)
         assert 0 < largest <= 1 << 18 < 4096 * 1024  # the score buffer's share
 
 
@@ -246,7 +246,7 @@ class TestElsewhere:
             call += [torch.empty(300, 2, 3), *(torch.empty(1, 300, dtype=torch.int32) for _ in range(2))]
             rest: tuple[Any, ...] = (4, 16, [0, 8, 16, 152], True, 0.5, "hadamard", order, 1 << 20)
             for mask in (None, torch.empty(1, 300, 280)):
-                assert tiled._select._init_fn(*call, mask, *rest).shape == (2, 152, 16)
+                assert tiled._select(*call, mask, *rest).shape == (2, 152, 16)
             assert scores(call).shape == (2, 300, 70)
             with pytest.raises(RuntimeError):  # the guard itself works
                 call[3].max().item()

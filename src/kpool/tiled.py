@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kpool.operators import operator
 from kpool.scoring import full_fp32_products, unmasked_pools, visible_pools
 from kpool.scoring import transform as transform_input
 from kpool.selection import HIDDEN, order_key, take_top
@@ -140,7 +141,26 @@ def scores(
     return out
 
 
-@torch.library.custom_op("kpool::select_torch", mutates_args=())
+def _select_fake(
+    q: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    pool_lo: Tensor,
+    pool_hi: Tensor,
+    mask: Tensor | None,
+    pool_size: int,
+    budget: int,
+    row_blocks: list[int],
+    use_relu: bool,
+    dot_scale: float,
+    transform: str,
+    order: str,
+    chunk_bytes: int,
+) -> Tensor:
+    return q.new_empty((q.shape[1], row_blocks[3], budget), dtype=torch.int32)
+
+
+@operator("select_torch", _select_fake)
 def _select(
     q: Tensor,
     keys: Tensor,
@@ -181,26 +201,6 @@ def _select(
                         group = _Group(first, last, lo[first:last], hi[first:last], window, pool_size)
                         group.select(scorer, need, order, span[first - begin : last - begin])
     return ids
-
-
-@_select.register_fake
-def _(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    pool_lo: Tensor,
-    pool_hi: Tensor,
-    mask: Tensor | None,
-    pool_size: int,
-    budget: int,
-    row_blocks: list[int],
-    use_relu: bool,
-    dot_scale: float,
-    transform: str,
-    order: str,
-    chunk_bytes: int,
-) -> Tensor:
-    return q.new_empty((q.shape[1], row_blocks[3], budget), dtype=torch.int32)
 
 
 def _readable(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kpool.operators import operator
 from kpool.sharding import RowBlocks
 from kpool.triton import configs
 
@@ -110,7 +111,22 @@ def scores(
     return result
 
 
-@torch.library.custom_op("kpool::scores_triton", mutates_args=())
+def _scores_fake(
+    q: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    pool_lo: Tensor,
+    pool_hi: Tensor,
+    mask: Tensor | None,
+    pool_size: int,
+    use_relu: bool,
+    dot_scale: float,
+    transform: str,
+) -> Tensor:
+    return q.new_empty((q.shape[1], q.shape[0], keys.shape[0]), dtype=torch.float32)
+
+
+@operator("scores_triton", _scores_fake)
 def _scores(
     q: Tensor,
     keys: Tensor,
@@ -142,22 +158,6 @@ def _scores(
     return out
 
 
-@_scores.register_fake
-def _(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    pool_lo: Tensor,
-    pool_hi: Tensor,
-    mask: Tensor | None,
-    pool_size: int,
-    use_relu: bool,
-    dot_scale: float,
-    transform: str,
-) -> Tensor:
-    return q.new_empty((q.shape[1], q.shape[0], keys.shape[0]), dtype=torch.float32)
-
-
 def pool(
     k: Tensor, gate_score: Tensor | None, ape: Tensor | None, starts: Tensor, pool_size: int, numerics: str
 ) -> Tensor:
@@ -179,7 +179,14 @@ def pool(
     return result
 
 
-@torch.library.custom_op("kpool::pool_triton", mutates_args=())
+def _pool_fake(
+    k: Tensor, gate_score: Tensor | None, ape: Tensor | None, starts: Tensor, pool_size: int, numerics: str
+) -> Tensor:
+    dtype = torch.bfloat16 if numerics == "megatron" else k.dtype
+    return k.new_empty((starts.shape[-1], *k.shape[1:]), dtype=dtype)
+
+
+@operator("pool_triton", _pool_fake)
 def _pool(
     k: Tensor, gate_score: Tensor | None, ape: Tensor | None, starts: Tensor, pool_size: int, numerics: str
 ) -> Tensor:
@@ -217,15 +224,26 @@ def _pool(
     return out
 
 
-@_pool.register_fake
-def _(
-    k: Tensor, gate_score: Tensor | None, ape: Tensor | None, starts: Tensor, pool_size: int, numerics: str
+def _select_fake(
+    q: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    pool_lo: Tensor,
+    pool_hi: Tensor,
+    mask: Tensor | None,
+    pool_size: int,
+    budget: int,
+    rows: list[int],
+    use_relu: bool,
+    dot_scale: float,
+    transform: str,
+    order: str,
+    chunk_bytes: int,
 ) -> Tensor:
-    dtype = torch.bfloat16 if numerics == "megatron" else k.dtype
-    return k.new_empty((starts.shape[-1], *k.shape[1:]), dtype=dtype)
+    return q.new_empty((q.shape[1], rows[3], budget), dtype=torch.int32)
 
 
-@torch.library.custom_op("kpool::select_triton", mutates_args=())
+@operator("select_triton", _select_fake)
 def _select(
     q: Tensor,
     keys: Tensor,
@@ -283,23 +301,3 @@ def _select(
                 WIDTH=place.rows, PIECE=place.items, **place.options(fusion=False),
             )  # fmt: skip
     return out
-
-
-@_select.register_fake
-def _(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    pool_lo: Tensor,
-    pool_hi: Tensor,
-    mask: Tensor | None,
-    pool_size: int,
-    budget: int,
-    rows: list[int],
-    use_relu: bool,
-    dot_scale: float,
-    transform: str,
-    order: str,
-    chunk_bytes: int,
-) -> Tensor:
-    return q.new_empty((q.shape[1], rows[3], budget), dtype=torch.int32)

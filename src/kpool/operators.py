@@ -1,0 +1,33 @@
+"""Registering the library's own torch operators.
+
+An operator is opaque: FakeTensorMode, torch.compile and activation checkpointing see one call with known outputs and
+never look inside. This uses the dispatcher's plain registration. ``torch.library.custom_op`` does the same, but its
+first call imports the compiler, which costs every program seconds that it may never need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("kpool", "FRAGMENT")
+
+
+def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as ``torch.ops.kpool.<name>``; it must not change its arguments.
+
+    Args:
+        name: of the operator; the schema follows from the annotations of the function.
+        fake: same signature, returns empty tensors of the right shapes and dtypes.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        if not hasattr(torch.ops.kpool, name):  # a module loaded twice keeps its first registration
+            _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+            _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"kpool::{name}", fake, lib=_LIBRARY)
+        return function
+
+    return register
