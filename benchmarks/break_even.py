@@ -81,7 +81,15 @@ def main() -> int:
         }
         rows.append({"tokens": tokens, "seconds": seconds})
     pays = {kind: break_even(rows, kind) for kind in PLANS}
-    report = {"check": verdict, "machine": machine, **vars(args), "lengths": rows, "pays_from_tokens": pays}
+    when = time.strftime("%Y-%m-%d", time.gmtime())
+    report = {
+        "check": verdict,
+        "date": when,
+        "machine": machine,
+        **vars(args),
+        "lengths": rows,
+        "pays_from_tokens": pays,
+    }
     print(json.dumps(report, indent=2))
     return 0
 
