@@ -97,6 +97,13 @@ def test_what_cannot_be_captured(tmp_path: Path) -> None:
     assert not module._forward_pre_hooks
 
 
+def test_a_folder_that_is_not_there_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"path: expected a file in a folder that exists, got .*nowhere"):
+        kpool.capture(
+            KPoolIndexer(KPoolConfig(hidden_size=8, q_lora_rank=8)), tmp_path / "nowhere" / "call.safetensors"
+        ).__enter__()
+
+
 def test_notes_may_not_shadow_the_format(tmp_path: Path) -> None:
     call = CapturedCall(
         torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 4), torch.zeros(1, 1, 1), 4, 4, notes={"format": "x"}

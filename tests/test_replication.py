@@ -76,7 +76,7 @@ def test_shapes_dtypes_and_none(other: torch.Tensor | None) -> None:
         check_replicated({"a": torch.ones(2), "x": x}, group, group.rank(), 3)
 
     with pytest.raises(
-        RuntimeError, match=r"identical x .* rank \[2\] differ.*its shape, or whether it is given, differs"
+        RuntimeError, match=r"identical x .* rank \[2\] differ.*its shape or dtype, or whether it is given, differs"
     ):
         kpool_testing.replay(body, 3)
 

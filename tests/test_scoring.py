@@ -138,6 +138,27 @@ def test_hidden_pools_send_no_gradient(device: torch.device) -> None:
     assert bool((gradient[[1, 2]] != 0).any())
 
 
+@pytest.mark.parametrize("view", [1, 2])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_padding_that_nobody_sees_spoils_no_gradient(bad: float, view: int, device: torch.device) -> None:
+    """Padded keys and padded rows may hold anything: the gradients are those with zeros in their place."""
+    tensors, windows = _inputs(device, 2, view, False)
+    assert windows[0] is not None and windows[1] is not None
+    windows[0].clamp_(max=2)
+    windows[1].clamp_(max=4)
+    windows[1][:, 5:7] = 0  # rows 5 and 6 see nothing, pools 4 and 5 are seen by none
+    gradients = []
+    for filling in (0.0, bad):
+        q, keys, weights = (t.detach().clone() for t in tensors)
+        q[5], weights[6], keys[4:] = filling, filling, filling
+        leaves = [t.requires_grad_() for t in (q, keys, weights)]
+        scores = differentiable_scores(
+            tiled.scores, *leaves, *windows, pool_size=2, use_relu=True, dot_scale=1.0, transform_name="none"
+        )
+        gradients.append(torch.autograd.grad(scores, leaves, torch.ones_like(scores)))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 @pytest.mark.parametrize("setting", ["mkldnn", "everywhere"])
 def test_a_program_that_allows_rounded_products_changes_no_score(setting: str) -> None:
     """`torch.set_float32_matmul_precision("medium")` lets fp32 products be rounded to bf16; a score's may not."""

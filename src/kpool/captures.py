@@ -169,7 +169,8 @@ def capture(module: nn.Module, path: str | Path, **notes: str) -> Iterator[Path]
     first call in the block is saved; the module's results are not touched.
 
     Raises:
-        TypeError: the module lacks a parameter. ValueError: the call has padding, or tokens before it.
+        TypeError: the module lacks a parameter. ValueError: the folder of `path` is not there, the call has padding, or
+            tokens before it.
         RuntimeError: the block ended and the module was never called.
     """
     needed = ("wq_b", "wk", "k_norm", "weights_proj", "index_kpool_compress_ape", "index_kpool_compress_gate")
@@ -178,6 +179,8 @@ def capture(module: nn.Module, path: str | Path, **notes: str) -> Iterator[Path]
         raise TypeError(
             f"module: expected an indexer with {', '.join(needed)}, got {type(module).__name__} without {lacking}"
         )
+    if not Path(path).parent.is_dir():  # now, not after an hour of the run that is to be captured
+        raise ValueError(f"path: expected a file in a folder that exists, got {path}")
     saved: list[Path] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def check_replicated(tensors: Mapping[str, Tensor | None], group: Group, rank: i
     for column, name in enumerate(names):
         shapes, contents = everyone[:, column, 0].tolist(), everyone[:, column, 1].tolist()
         if len(set(shapes)) > 1:
-            raise RuntimeError(_message(name, shapes, rank, "its shape, or whether it is given, differs"))
+            raise RuntimeError(_message(name, shapes, rank, "its shape or dtype, or whether it is given, differs"))
         if len(set(contents)) > 1:
             by_row = all_gather(rows[name][None], group, size).cpu()  # [G, rows]
             differs = (by_row != by_row[0]).any(0)

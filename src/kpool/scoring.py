@@ -186,9 +186,8 @@ class _Scores(torch.autograd.Function):
         (grad,) = grads
         rows, batch, heads, _ = q.shape
         pools = keys.shape[0]
-        key = keys.float()
         grad_q = torch.zeros_like(q)
-        grad_key = torch.zeros_like(key)
+        grad_key = torch.zeros_like(keys, dtype=torch.float32)
         grad_w = torch.zeros_like(weights)
         piece = max(1, _BACKWARD_ELEMENTS // max(1, batch * heads * pools))
         with no_autocast(q.device):
@@ -197,11 +196,14 @@ class _Scores(torch.autograd.Function):
                 window = None if mask is None else mask[:, part]
                 seen = visible_pools(pool_lo[:, part], pool_hi[:, part], window, pool_size, pools)
                 upstream = grad[:, part].float().masked_fill(~seen, 0).transpose(0, 1)[:, :, None]  # [r, B, 1, N]
-                rows_q = q[part].float()
+                # rows that see nothing and pools that none sees may hold NaN, which times a gradient of 0 is NaN
+                blind, unseen = ~seen.any(2).t()[..., None], ~seen.any(1).t()[..., None]  # [r, Bv, 1], [N, Bv, 1]
+                rows_q, rows_w = q[part].float(), weights[part].float().masked_fill(blind, 0)
+                rows_q, key = rows_q.masked_fill(blind[..., None], 0), keys.float().masked_fill(unseen, 0)
                 dot = torch.einsum("sbhd,nbd->sbhn", rows_q, key) * dot_scale
                 value = dot.relu() if use_relu else dot
                 grad_w[part] = (upstream * value).sum(-1).to(weights.dtype)
-                inner = upstream * weights[part].float()[..., None] * dot_scale
+                inner = upstream * rows_w[..., None] * dot_scale
                 if use_relu:
                     inner = inner.masked_fill(dot <= 0, 0)
                 grad_q[part] = torch.einsum("sbhn,nbd->sbhd", inner, key).to(q.dtype)

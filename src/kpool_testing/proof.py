@@ -24,12 +24,14 @@ def assert_replicated(results: Run | Sequence[Any], name: str = "result") -> Non
 
     Raises:
         AssertionError: names every rank that differs from the first, and the first index where it does.
-        ValueError: no results.
+        ValueError: no results, or None from every rank, as of a function that forgot to return.
     """
     __tracebackhide__ = True
     entries = results.results if isinstance(results, Run) else list(results)
     if not entries:
         raise ValueError("expected the results of at least one rank, got none")
+    if all(entry is None for entry in entries):
+        raise ValueError(f"expected a {name} to compare, got None from every rank; return it from the function")
     found = [(rank, difference(entries[0], entry, name)) for rank, entry in enumerate(entries)]
     lines = [f"  rank {rank}: {text}" for rank, text in found if text is not None]
     if lines:
@@ -110,6 +112,7 @@ def assert_matches_unsharded(
 
     Raises:
         AssertionError: lists every failing size and case with the first difference, or says that nothing was compared.
+        ValueError: `fn` returned None in a group of one, so that there is nothing to compare.
     """
     __tracebackhide__ = True
     if runner is None:
@@ -122,6 +125,8 @@ def assert_matches_unsharded(
         body = fn if plain else lambda group, case=case: fn(group, case)
         label = "" if plain else f", case {case!r}"
         whole = _whole(runner(body, 1).results, combine)[0]
+        if whole is None:
+            raise ValueError(f"fn: expected a result to compare, got None in a group of one{label}; return it")
         for size in wanted:
             try:
                 parts = _whole(runner(body, size, **options).results, combine)

@@ -96,6 +96,8 @@ class TestReplicated:
     def test_no_results_prove_nothing(self) -> None:
         with pytest.raises(ValueError, match="at least one rank"):
             assert_replicated([])
+        with pytest.raises(ValueError, match="expected a result to compare, got None from every rank"):
+            assert_replicated(replay(lambda group: None, 2))
 
 
 class TestUnsharded:
@@ -156,6 +158,10 @@ class TestUnsharded:
             assert_matches_unsharded(sharded_double, (2,), cases=[], runner=replay)
         with pytest.raises(AssertionError, match="nothing was compared"):
             assert_matches_unsharded(lambda group: 1, (), runner=replay)
+
+    def test_a_function_that_returns_nothing_proves_nothing(self) -> None:
+        with pytest.raises(ValueError, match="fn: expected a result to compare, got None in a group of one, case 4"):
+            assert_matches_unsharded(lambda group, case: None, (2,), cases=[4], runner=replay)
 
     def test_the_default_runner_simulates(self) -> None:
         def reduced(group: Any) -> torch.Tensor:
