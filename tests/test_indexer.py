@@ -317,6 +317,22 @@ class TestDecoding:
         with pytest.raises(ValueError, match="cache: expected batch 2"):
             module(x[:1], r[:1], None, cache)
 
+    @pytest.mark.parametrize(
+        ("other", "message"),
+        [
+            (make(index_kpool=2), "cache: expected pool size 4 as in earlier calls, got 2"),
+            (make(index_head_dim=8), "cache: expected index_head_dim 16 as in earlier calls, got 8"),
+            (make("hf"), "cache: expected pooled keys of torch.bfloat16 as in earlier calls, got torch.float32"),
+            (make(dtype=torch.bfloat16), "cache: expected keys of torch.float32 as in earlier calls, got torch.bf"),
+        ],
+    )
+    def test_a_cache_belongs_to_one_layer(self, other: KPoolIndexer, message: str) -> None:
+        module, cache = make(), IndexerCache()
+        module(*draw(module, 1, 9), None, cache)
+        with pytest.raises(ValueError, match=message):
+            other(*draw(other, 1, 1), None, cache)
+        assert cache.length == 9
+
 
 class TestSharding:
     @pytest.mark.parametrize("plan", ["contiguous", "block_cyclic"])

@@ -96,7 +96,8 @@ class IndexerCache:
             ``first[b] + j P``. Slots past a row's complete pools hold numbers that mean nothing and start at -1.
 
         Raises:
-            ValueError: a batch size that changed or (on CPU) a hole between valid tokens.
+            ValueError: another batch, head dim, pool size or dtype than in earlier calls, as when two layers share a
+                cache; or (on CPU) a hole between valid tokens.
         """
         new, batch, dim = k.shape
         self._prepare(k, gate, pool_size, numerics)
@@ -130,15 +131,27 @@ class IndexerCache:
 
     def _prepare(self, k: Tensor, gate: Tensor, pool_size: int, numerics: str) -> None:
         _, batch, dim = k.shape
+        dtype = torch.bfloat16 if numerics == "megatron" else k.dtype
         if self.first is None:
             self.first = torch.zeros(batch, dtype=torch.int64, device=k.device)
             self.count = torch.zeros_like(self.first)
-            dtype = torch.bfloat16 if numerics == "megatron" else k.dtype
             self._pooled = k.new_zeros(0, batch, dim, dtype=dtype)
             self._open_k = k.new_zeros(pool_size - 1, batch, dim)
             self._open_g = gate.new_zeros(pool_size - 1, batch, dim)
-        elif self.first.shape[0] != batch:
-            raise ValueError(f"cache: expected batch {self.first.shape[0]} as in earlier calls, got {batch}")
+            return
+        assert self._pooled is not None and self._open_k is not None
+        kept = self._open_k
+        for name, before, now in (
+            ("batch", kept.shape[1], batch),
+            ("index_head_dim", kept.shape[2], dim),
+            ("pool size", kept.shape[0] + 1, pool_size),
+            ("keys of", kept.dtype, k.dtype),
+            ("pooled keys of", self._pooled.dtype, dtype),
+        ):
+            if before != now:
+                raise ValueError(
+                    f"cache: expected {name} {before} as in earlier calls, got {now}; each layer needs its own cache"
+                )
 
     def _arrivals(self, mask: Tensor | None, new: int, batch: int) -> tuple[Tensor, Tensor]:
         """Padded slots before a row's first token in this call, and its valid tokens; int64 ``[B]`` each."""
