@@ -15,7 +15,16 @@ import torch
 import torch.distributed
 
 import kpool_testing
-from kpool import Visibility, fused_qk_topk_kpool, pool_keys, scoring, select_pools
+from kpool import (
+    IndexerCache,
+    KPoolConfig,
+    KPoolIndexer,
+    Visibility,
+    fused_qk_topk_kpool,
+    pool_keys,
+    scoring,
+    select_pools,
+)
 from tests.support.fake_cuda import CUDA, fake_cuda
 
 S, T, B, H, D, P, K = 24, 24, 2, 4, 16, 4, 8
@@ -133,6 +142,29 @@ def test_pools_of_a_caller() -> None:
     ):
         ids = select_pools(given["q"], pooled, given["weights"], visibility, 2)
         assert ids.shape == (B, S, 2) and ids.device.type == "cuda"
+
+
+@pytest.mark.parametrize("numerics", ["megatron", "hf"])
+def test_indexer(numerics: str) -> None:
+    """The module, padded and packed, and its cache while decoding."""
+    sizes = {"hidden_size": 32, "q_lora_rank": 16, "index_n_heads": H, "index_head_dim": D, "index_topk": K}
+    module = KPoolIndexer(KPoolConfig(**sizes), numerics)
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None:
+                empty = torch.empty(weight.shape, device=CUDA)
+                part._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+    x, r = torch.empty(B, S, 32, device=CUDA), torch.empty(B, S, 16, device=CUDA)
+    padded, plain = IndexerCache(), IndexerCache()
+    results = [
+        module(x, r, torch.empty(B, S, dtype=torch.bool, device=CUDA), padded),
+        module(x, r, None, padded),
+        module(x, r, None, plain),
+        module(x, r, None, plain),
+        module(x, r, cu_seqlens=index(4)),
+    ]
+    padded.reorder(index(B))
+    assert all(chosen.shape == (B, S, K + P - 1) and chosen.device.type == "cuda" for chosen in results)
 
 
 @contextmanager

@@ -372,6 +372,25 @@ class TestSharding:
         with pytest.raises(Exception, match=r"rank \[1\] differ"):
             kpool_testing.simulate(rank, 3)
 
+    def test_check_replicated_covers_mask_and_documents(self) -> None:
+        """They reach neither q nor the pooled keys, but decide what a row may select and which tail it gets."""
+        module = make(check_replicated=1)
+        x, r = draw(module, 2, 23)
+        whole, short = torch.ones(2, 23, dtype=torch.bool), torch.ones(2, 23, dtype=torch.bool)
+        short[1, 22] = False  # three tokens of no pool, or two: the pools are the same
+
+        def masked(group: Any) -> Tensor:
+            return module(x, r, short if group.rank() == 1 else whole, query_shard_group=group)
+
+        def packed(group: Any) -> Tensor:
+            documents = torch.tensor([0, 8, 22 if group.rank() == 2 else 23])
+            return module(x, r, cu_seqlens=documents, query_shard_group=group)
+
+        with pytest.raises(Exception, match=r"identical end of visible slots .* rank \[1\] differ.* dim 0\): 22"):
+            kpool_testing.replay(masked, 3)
+        with pytest.raises(Exception, match=r"identical first visible slot .* rank \[2\] differ.* dim 0\): 22"):
+            kpool_testing.replay(packed, 3)
+
 
 class TestArguments:
     def test_constructor(self) -> None:

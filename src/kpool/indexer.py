@@ -237,9 +237,14 @@ class KPoolIndexer(nn.Module):
             int32 `[B, S, W]`.
         """
         config = self.config
+        windows = visibility.windows(
+            rows=q.shape[0], tokens=tokens, batch=q.shape[1], pool_size=config.index_kpool, device=q.device
+        )
         if query_shard_group is not None and self._check_due():
             rank, size = check_group(query_shard_group)
-            inputs = {"q": q, "weights": weights, "pooled keys": pooled.keys}
+            inputs = {"q": q, "weights": weights, "pooled keys": pooled.keys, "pool starts": pooled.starts}
+            # attention_mask and cu_seqlens, as far as they matter: rows along dim 0
+            inputs |= {"first visible slot": windows.start.t(), "end of visible slots": windows.end.t()}
             check_replicated(inputs, query_shard_group, rank, size)
         ids = select_pools(
             q,
@@ -253,9 +258,6 @@ class KPoolIndexer(nn.Module):
             numerics=self.numerics,
             shard_plan=self.shard_plan,
             query_shard_group=query_shard_group,
-        )
-        windows = visibility.windows(
-            rows=q.shape[0], tokens=tokens, batch=q.shape[1], pool_size=config.index_kpool, device=q.device
         )
         return expand(
             ids,
