@@ -440,6 +440,15 @@ class TestSparseAttention:
             sparse_attention(q, latent, weight[1:], tokens, value_dim=5)
 
 
+@pytest.mark.parametrize("layout", ["absorbed", "plain"])
+@pytest.mark.parametrize(("batch", "rows"), [(0, 9), (2, 0), (0, 0)])
+def test_an_empty_batch_attends_to_nothing(layout: str, batch: int, rows: int) -> None:
+    module = KPoolSparseAttention(KPoolConfig(**SIZES), SHAPE, layout=layout)
+    out, selected = module(hidden(rows, batch))
+    assert out.shape == (batch, rows, 48) and selected.shape == (batch, rows, 16 + 3)
+    out.sum().backward()
+
+
 class TestNoHostSync:
     """Fake tensors hold no values: reading one back to the host, as `.item()` does, would raise here."""
 

@@ -190,7 +190,7 @@ class KPoolSparseAttention(nn.Module):
         assert topk_indices is not None
         q = row_linear(query_r, self.q_b_proj.weight)
         attended = sparse_attention(
-            q.view(*q.shape[:2], -1, self.shape.qk_nope_head_dim),
+            q.view(*q.shape[:2], self.shape.num_heads // self._head_ranks, self.shape.qk_nope_head_dim),
             latent,
             self.kv_b_proj.weight,
             topk_indices,

@@ -66,8 +66,8 @@ def sparse_attention(
             f"kv_weight: expected [A * (E + V), L] = [{heads * (dim + value_dim)}, {latent.shape[2]}], "
             f"got shape {tuple(kv_weight.shape)}"
         )
-    if rows == 0:
-        return q.new_zeros(0, batch, heads, value_dim)
+    if rows == 0 or batch == 0:
+        return q.new_zeros(rows, batch, heads, value_dim)
     padding = -rows % tile
     q = F.pad(q, (0, 0, 0, 0, 0, 0, 0, padding))
     tokens = F.pad(tokens.to(torch.int64), (0, 0, 0, padding), value=-1)
