@@ -47,6 +47,14 @@ def test_what_is_asked_for_is_what_runs() -> None:
         dispatch.choose("triton", q, keys, 1, 1)
 
 
+def test_triton_is_not_chosen_for_pooled_keys_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda *call: None)
+    q, keys = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16), torch.empty(1, 1, 1)
+    assert dispatch.choose("auto", q, keys, 1, 1) is tiled
+    with pytest.raises(ValueError, match=r"pooled keys of the dtype of q, torch.bfloat16, got torch.float32; use"):
+        dispatch.choose("triton", q, keys, 1, 1)
+
+
 def test_why_not_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = {"heads": 32, "dim": 128, "pool_size": 4, "budget": 512}
     if importlib.util.find_spec("triton") is not None:

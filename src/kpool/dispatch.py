@@ -68,6 +68,8 @@ def choose(impl: str, q: Tensor, keys: Tensor, budget: int, pool_size: int) -> M
         return naive
     if impl in ("auto", "triton"):
         reason = why_not_triton(q.device.type, q.dtype, q.shape[2], q.shape[3], pool_size, budget)
+        if reason is None and keys.dtype != q.dtype:  # pooled by the caller: their product would not compile
+            reason = f"the kernels take pooled keys of the dtype of q, {q.dtype}, got {keys.dtype}"
         if reason is None:
             from kpool.triton import launch
 
