@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("kpool", "FRAGMENT")
+_LIBRARY = torch.library.Library("kpool", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -25,8 +25,8 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if not hasattr(torch.ops.kpool, name):  # a module loaded twice keeps its first registration
-            _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-            _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+            _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))  # type: ignore[no-untyped-call]
+            _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
             torch.library.register_fake(f"kpool::{name}", fake, lib=_LIBRARY)
         return function
 
