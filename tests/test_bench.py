@@ -65,6 +65,7 @@ def test_gemm_is_the_scored_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not seen and measure.GemmOnly(call, "position").flops == 0
 
 
+@pytest.mark.slow
 def test_no_speed_while_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     real = measure.kpool_call
 
@@ -80,6 +81,7 @@ def test_no_speed_while_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "no speed is reported" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_wrong_plain_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     real = measure.plain_call
     monkeypatch.setattr(measure, "plain_call", lambda call: real(call).roll(4, 1))
@@ -116,6 +118,7 @@ def test_says_what_to_distrust(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.notes(report) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bench.png", "bench.svg"])
 def test_plot(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = run_json(capsys, "--lengths", "128,256", "--no-memory", "--plot", str(tmp_path / name))

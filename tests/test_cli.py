@@ -405,6 +405,7 @@ def test_an_interrupt_ends_cleanly(capsys: pytest.CaptureFixture[str], monkeypat
     assert capsys.readouterr().err.strip() == "kpool: interrupted"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
 def test_ctrl_c_in_a_process_of_its_own() -> None:
     """A real signal in the middle of the work: exit 130, one line, no traceback."""
@@ -426,6 +427,7 @@ sys.exit(main(["verify"]))
     assert err.strip() == "kpool: interrupted"
 
 
+@pytest.mark.slow
 def test_without_its_packages_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['rich'] = None; from kpool.cli import main; sys.exit(main(['info']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -112,8 +112,10 @@ def test_backward_of_the_scores(masked: bool) -> None:
     assert shapes == [(S, B, H, D), (pools, B, D), (S, B, H)]
 
 
-@pytest.mark.parametrize("name", VISIBILITIES)
-@pytest.mark.parametrize("plan", ["contiguous", "block_cyclic"])
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [*(("contiguous", name) for name in VISIBILITIES), ("block_cyclic", "packed"), ("block_cyclic", "mask")],
+)
 def test_sharded(name: str, plan: str) -> None:
     def body(group: Any) -> torch.Tensor:
         options = {"query_shard_group": group, "shard_plan": plan, "return_index_scores": False}

@@ -248,6 +248,7 @@ class TestDecoding:
         assert torch.equal(rows, module(x, r, mask))
         assert cache.length == total
 
+    @pytest.mark.slow
     def test_projections_of_the_released_size(self) -> None:
         """hidden 4096, H=32, D=128: one row at a time has the bits of a prompt (a plain product has not)."""
         module = make(hidden_size=4096, q_lora_rank=1536, index_n_heads=32, index_head_dim=128, index_topk=16)

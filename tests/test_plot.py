@@ -119,6 +119,7 @@ class TestPlanPicture:
         image, _ = owners("contiguous", plan.layout_windows(args), args)
         assert set(image[66, :60]) == {-2} and set(image[68, :60]) == {0}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("more", [[], ["--layout", "packed", "--ranks", "20"], ["--ranks", "1", "--tokens", "3"]])
     def test_it_draws(self, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         target = tmp_path / "plan.svg"
@@ -203,6 +204,7 @@ class TestBenchPicture:
         plot.save(drawn, tmp_path / "bench.png")
         assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
+    @pytest.mark.slow
     def test_the_same_picture_is_the_same_bytes(self, tmp_path: Path) -> None:
         from kpool.cli.plot_bench import picture
 

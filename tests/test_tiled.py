@@ -109,8 +109,8 @@ class TestInvariance:
     @pytest.mark.parametrize("heads", HEADS)
     def test_splits(self, heads: int) -> None:
         """No bit of a row depends on plan, chunk, shard, neighbours, place of row or pool, or threads."""
-        found = [splits(heads, dim, heads, (70, 140)) for dim in (DIMS[:2] if heads % 2 else DIMS[2:])]
-        assert sum(compared for compared, _ in found) > 900
+        found = [splits(heads, dim, heads, (40, 80)) for dim in (DIMS[:2] if heads % 2 else DIMS[2:])]
+        assert sum(compared for compared, _ in found) > 500
         assert sum(wrong for _, wrong in found) == 0
 
     @pytest.mark.slow

@@ -35,6 +35,7 @@ def test_measures_every_plan_and_writes_json_and_png(tmp_path: Path) -> None:
     assert (tmp_path / "gpu_selection.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.interpret
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     done = benchmark("--tokens", "256")

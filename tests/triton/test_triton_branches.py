@@ -62,6 +62,7 @@ def executed(modules: tuple[ModuleType, ...]) -> Iterator[set[tuple[str, int]]]:
         sys.settrace(before)
 
 
+@pytest.mark.interpret
 @pytest.mark.skipif(not configs.interpreted(), reason="lines are traced in the interpreter; a GPU runs binaries")
 def test_every_kernel_line_runs_and_every_case_equals_the_reference() -> None:
     rooms = (pool_room, score_room, select_room)

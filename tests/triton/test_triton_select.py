@@ -92,6 +92,7 @@ def test_rank_keys_order_as_the_tie_rule_says(gpu: torch.device) -> None:
     assert keys[10] == keys[11] == 0 and (keys[:6] == keys[0]).all() and (keys[6:].diff() >= 0).all()
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("order", ["score", "position"])
 def test_sharded_is_whole(order: str, gpu: torch.device) -> None:
     built = random_built(replace(SMALL, order=order, batch=2, rows=7), gpu)
