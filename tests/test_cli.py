@@ -277,7 +277,39 @@ def test_another_system_may_break_ties_its_own_way(capsys: pytest.CaptureFixture
     assert [d["row"] for d in found["expected"]["differences"]] == [50, 40]
 
 
+def test_the_first_ten_differences_are_enough_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    call = small_call()
+    path, theirs = call.save(tmp_path / "call.safetensors"), tmp_path / "tokens.safetensors"
+    tokens = selection(call)
+    tokens[0, 40:65] = -1
+    save_file({"tokens": tokens}, theirs)
+    arguments = ["verify", "--input", str(path), "--expect", str(theirs), "--ranks", "2"]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert out.count("margin ") == 10 and "and 15 more rows; --json lists all" in out
+    assert len(kpool_json(capsys, *arguments)[1]["expected"]["differences"]) == 25
+
+
+@pytest.mark.parametrize(("topk", "vacuous"), [("16", False), ("72", True)])
+def test_a_call_without_a_choice_says_so(capsys: pytest.CaptureFixture[str], topk: str, vacuous: bool) -> None:
+    assert main(["verify", *SMALL, "--topk", topk]) == 0
+    assert ("no row had a choice to make" in capsys.readouterr().out) == vacuous
+
+
+def test_help_has_no_doubled_signs(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("verify", "plan", "bench", "info"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "%%" not in capsys.readouterr().out
+
+
 # -- bad input: one line, exit 64
+
+
+def test_a_captured_call_brings_its_own_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = small_call().save(tmp_path / "call.safetensors")
+    line = one_line_error(capsys, "verify", "--input", str(path), "--tokens", "72", "--topk", "16")
+    assert line == "--tokens --topk: --input already says that, leave out one of the two"
 
 
 def _text(path: Path) -> None:
@@ -307,6 +339,13 @@ def _with(metadata: dict[str, str], **tensors: Tensor) -> Callable[[Path], None]
     return write
 
 
+def _misspelt(path: Path) -> None:
+    small_call().save(path)
+    tensors = load_file(path)
+    head = {"format": "kpool-call", "version": "1", "index_topk": "16", "pool_size": "4"}
+    save_file({"weight": tensors.pop("weights"), **tensors}, path, head)
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
@@ -318,6 +357,7 @@ def _with(metadata: dict[str, str], **tensors: Tensor) -> Callable[[Path], None]
         (_with({"pool_size": "four"}), "metadata pool_size: expected a whole number, got 'four'"),
         (_with({"use_relu": "1"}), "metadata use_relu: expected 'true' or 'false', got '1'"),
         (_with({}, gate=torch.zeros(1)), "unknown tensors gate; known: q, k, weights, gate_score"),
+        (_misspelt, "missing tensor weights [S, B, H]; unknown tensors weight"),
         (_with({}, weights=torch.zeros(3)), "weights: expected"),
         (_with({}, mask=torch.zeros(72, 72)), "mask"),
         (_with({}, varlen_ends=torch.zeros(72)), "varlen_ends: expected"),
@@ -368,7 +408,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str],
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND"),
+        ([], "kpool COMMAND --help"),
         (["verify", "--tokens", "0"], "argument --tokens: expected at least 1, got 0"),
         (["verify", "--ranks", "two"], "argument --ranks: expected a whole number, got 'two'"),
         (["verify", "--layout", "ring"], "invalid choice: 'ring'"),

@@ -114,7 +114,8 @@ def test_ranks_that_do_not_finish_are_reported_too(
     assert main([*SMALL, "--report", str(target)]) == 1
     page = Page(target.read_text(encoding="utf-8"))
     assert "the ranks did not finish" in page.text and "rank 1 <came> with another shape" in page.text
-    assert "the ranks did not finish" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the ranks did not finish" in said and f"wrote {target}" in said
 
 
 @pytest.mark.parametrize(("name", "reason"), [("no/x.html", "existing folder"), (".", "expected a file")])

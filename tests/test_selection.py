@@ -113,6 +113,14 @@ def test_many_rows_at_once_are_many_rows(order: str, rows: int, width: int, budg
         assert torch.equal(block[1, row], top_pools(scores[1, row], seen[1, row], budget, order))
 
 
+def test_ties_do_not_depend_on_the_width_as_those_of_topk_do() -> None:
+    """Four of equally many equal scores: here the first four, from `torch.topk` others at other widths."""
+    rows = [torch.zeros(width) for width in (8, 16, 40, 64, 100, 300, 1000)]
+    ours = {tuple(selection.top_pools(row[None], None, 4, "score")[0].tolist()) for row in rows}
+    theirs = {tuple(sorted(torch.topk(row, 4).indices.tolist())) for row in rows}
+    assert ours == {(0, 1, 2, 3)} and len(theirs) > 1
+
+
 def test_scores_are_not_changed() -> None:
     scores = torch.tensor([NAN, -0.0, 1.0])
     before = scores.clone()

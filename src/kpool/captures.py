@@ -110,9 +110,10 @@ class CapturedCall:
             )
         missing = [f"tensor {name} {_DIMS[name]}" for name in _REQUIRED if name not in tensors]
         missing += [f"metadata {name}" for name in ("index_topk", "pool_size") if name not in head]
-        if missing:
-            raise ValueError(f"{path}: incomplete, missing {', '.join(missing)}")
         unknown = sorted(set(tensors) - set(_REQUIRED) - set(_OPTIONAL))
+        if missing:
+            beside = f"; unknown tensors {', '.join(unknown)}" if unknown else ""
+            raise ValueError(f"{path}: incomplete, missing {', '.join(missing)}{beside}")
         if unknown:
             raise ValueError(f"{path}: unknown tensors {', '.join(unknown)}; known: {', '.join(_REQUIRED + _OPTIONAL)}")
         options: dict[str, Any] = {**tensors}

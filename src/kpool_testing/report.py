@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from kpool_testing.baton import DONE, Seat, Unwind
 from kpool_testing.checks import CollectiveError, RankError, rank_error
 from kpool_testing.faults import DropOut
-from kpool_testing.trace import _PACKAGE, _SKIPPED
+from kpool_testing.trace import is_user_file
 
 if TYPE_CHECKING:
     from kpool_testing.world import Simulation
@@ -35,7 +39,7 @@ def _where(simulation: Simulation, seat: Seat) -> str:
         return seat.wait.describe()
     frame = sys._current_frames().get(seat.thread.ident or 0) if seat.thread is not None else None
     while frame is not None:
-        if _is_user_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return f"runs at {frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "has not started"
@@ -49,9 +53,20 @@ def _headline(error: BaseException) -> str:
 def _raised_at(error: BaseException) -> str | None:
     site = None
     for frame in traceback.extract_tb(error.__traceback__):
-        if _is_user_file(frame.filename):
+        if is_user_file(frame.filename):
             site = f"{Path(frame.filename).as_posix()}:{frame.lineno}"
     return site
+
+
+def _to_user(trace: TracebackType | None) -> TracebackType | None:
+    """Cut a traceback behind its last line of the user's: what torch and this package did there explains nothing."""
+    last, at = None, trace
+    while at is not None:
+        last = at if is_user_file(at.tb_frame.f_code.co_filename) else last
+        at = at.tb_next
+    if last is not None:
+        last.tb_next = None
+    return trace
 
 
 def failure_of(simulation: Simulation, kind: type[_E], headline: str) -> _E:
@@ -65,7 +80,6 @@ def failure_of(simulation: Simulation, kind: type[_E], headline: str) -> _E:
 def raise_outcome(simulation: Simulation) -> None:
     """Raise what went wrong, if anything did: a rank's own exception before anything that follows from it."""
     __tracebackhide__ = True
-    __tracebackhide__ = True
     own = [seat for seat in simulation.failures if not isinstance(seat.error, DropOut)]
     if own:
         _raise_rank(simulation, own[0])
@@ -78,7 +92,6 @@ def raise_outcome(simulation: Simulation) -> None:
 
 def _raise_rank(simulation: Simulation, seat: Seat) -> None:
     __tracebackhide__ = True
-    __tracebackhide__ = True
     error = seat.error
     lines = simulation.lines if simulation.lines is not None else rank_lines(simulation)
     if isinstance(error, CollectiveError):
@@ -87,7 +100,7 @@ def _raise_rank(simulation: Simulation, seat: Seat) -> None:
         if len(same) > 1 or any(other.error is None for other in simulation.baton.seats):
             error.add_note("\n".join(["where every rank was:", *lines]))
         _annotate(simulation, error)
-        raise error
+        raise error.with_traceback(_to_user(error.__traceback__))
     if isinstance(error, Exception):
         headline = f"rank {seat.rank} raised {type(error).__name__}: {error}"
         whole = rank_error("\n".join([headline, *lines]), error)
@@ -105,6 +118,16 @@ def _annotate(simulation: Simulation, error: BaseException) -> None:
     )
 
 
-def _is_user_file(filename: str) -> bool:
-    name = filename.replace("\\", "/")
-    return not name.startswith(_PACKAGE.replace("\\", "/")) and not any(part in name for part in _SKIPPED)
+@contextmanager
+def diagnosed_once() -> Iterator[None]:
+    """Keep torch from logging what this package raises, which pytest would show again for every rank."""
+    logger = logging.getLogger("c10d-NullHandler-default")
+
+    def foreign(_: logging.LogRecord) -> bool:
+        return not isinstance(sys.exception(), CollectiveError)
+
+    logger.addFilter(foreign)
+    try:
+        yield
+    finally:
+        logger.removeFilter(foreign)

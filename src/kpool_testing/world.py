@@ -35,7 +35,7 @@ from kpool_testing.isolation import CallerModes, RankState
 from kpool_testing.matching import Answer, Request, Slot, poison, snapshot
 from kpool_testing.p2p import Mailbox
 from kpool_testing.process_group import SimGroup
-from kpool_testing.report import failure_of, raise_outcome, rank_lines
+from kpool_testing.report import diagnosed_once, failure_of, raise_outcome, rank_lines
 from kpool_testing.store import SimStore
 from kpool_testing.trace import Call, Run, Trace, user_site
 from kpool_testing.watchdog import watch
@@ -90,7 +90,6 @@ def simulate(
         RuntimeError: called inside another simulation, or under torch modes that cannot reach the ranks.
         ValueError: size, dialect, order or limit out of range.
     """
-    __tracebackhide__ = True
     __tracebackhide__ = True
     _check_arguments(size, dialect, order, limit)
     simulation = Simulation(size, dialect, order, seed, faults, backend, allow_unwaited)
@@ -153,13 +152,12 @@ class Simulation:
     def run(self, fn: Callable[[SimGroup], Any], isolate: Sequence[str], limit: float | None) -> Run:
         """Run fn on every rank and return what they returned, or raise what went wrong."""
         __tracebackhide__ = True
-        __tracebackhide__ = True
         modes = CallerModes()
         self.limit = limit
         contexts = [contextvars.copy_context() for _ in self.baton.seats]
         _active.append(self)
         try:
-            with installed(self) as state_of:
+            with diagnosed_once(), installed(self) as state_of:
                 self.state = state_of(isolate)
                 try:
                     for seat, context in zip(self.baton.seats, contexts, strict=True):
@@ -178,6 +176,7 @@ class Simulation:
     def _body(
         self, seat: Seat, fn: Callable[[SimGroup], Any], modes: CallerModes, context: contextvars.Context
     ) -> None:
+        __tracebackhide__ = True
         try:
             self.baton.take(seat)
             try:

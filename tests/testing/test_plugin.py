@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,25 @@ def test_a_run_that_simulates_by_itself_leaves_its_page_too(inner: pytest.Pytest
     )
     run_inner(inner, "--ranks-trace=pages").assert_outcomes(failed=1)
     assert len(list((inner.path / "pages").iterdir())) == 1
+
+
+def test_a_diagnosis_ends_on_the_users_line_and_comes_once(inner: pytest.Pytester) -> None:
+    write(
+        inner,
+        """
+    @pytest.mark.world_size(3)
+    def test_mismatch(ranks):
+        ranks(lambda group: dist.all_reduce(torch.zeros(2 + group.rank() // 2), group=group))
+
+    @pytest.mark.world_size(2)
+    def test_raised_in_torch(ranks):
+        ranks(lambda group: torch.distributions.Bernoulli(probs=2.0))
+""",
+    )
+    text = run_inner(inner, "-p", "no:randomly").stdout.str()
+    assert "MismatchError: ranks disagree on call #0" in text and "distributed_c10d.py" not in text
+    assert "Captured log" not in text
+    assert re.search(r"rank 0: raised \w+: .* at \S*test_a_diagnosis\w+\.py:\d+", text)
 
 
 def test_fixtures_and_markers_are_documented(inner: pytest.Pytester) -> None:

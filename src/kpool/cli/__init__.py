@@ -30,7 +30,11 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     from kpool.cli import bench, info, plan, verify
 
-    parser = _Parser(prog="kpool", description="Exact, sharded k-pool token selection: see it, check it, measure it.")
+    parser = _Parser(
+        prog="kpool",
+        description="Exact, sharded k-pool token selection: see it, check it, measure it.",
+        epilog="Start with `kpool verify`; `kpool COMMAND --help` explains one command.",
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     for command in (verify, plan, bench, info):
         command.add_parser(commands)
@@ -44,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments, without the program's name; None means those of the process.
     """
     try:
-        args = build_parser().parse_args(argv)
+        parser = build_parser()
+        if not (sys.argv[1:] if argv is None else argv):
+            parser.print_help(sys.stderr)
+            parser.exit(USAGE)
+        args = parser.parse_args(argv)
         return int(args.run(args))
     except ModuleNotFoundError as error:
         package = (error.name or "kpool").partition(".")[0]

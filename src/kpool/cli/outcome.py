@@ -15,6 +15,13 @@ from kpool.cli.exits import DIFFERENT, OK, UNDECIDED
 from kpool.cli.verdict import Expected, Judgement
 from kpool_testing import Trace
 
+_HOW = {
+    "replay": "in turn, in this process",
+    "fake": "simulated in this process",
+    "gloo": "a process each",
+    "nccl": "a process each",
+}
+_SHOWN = 10  # rows of another selection that are listed
 VERDICTS = {OK: "identical", DIFFERENT: "different", UNDECIDED: "undecided"}
 
 
@@ -96,11 +103,9 @@ class Outcome:
     def show(self) -> None:
         """Print the table and the verdict."""
         view.OUT.print(self._table())
-        view.OUT.print(
-            f"unsharded call: {view.duration(self.seconds)} (the first call of the process, start-up included)"
-        )
+        view.say(f"unsharded call: {view.duration(self.seconds)}, start-up included (for speed: kpool bench)")
         for line in self.lines():
-            view.OUT.print(line)
+            view.say(line)
         colour = {OK: "green", DIFFERENT: "red", UNDECIDED: "yellow"}[self.code]
         view.OUT.print(f"[bold {colour}]verdict: {VERDICTS[self.code]}[/]")
 
@@ -114,7 +119,8 @@ class Outcome:
         source = args.input.name if args.input else f"{args.layout}, seed {args.seed}"
         title = (
             f"{rows:,} rows x {call.k.shape[0]:,} keys, B={batch} H={heads} D={dim} P={call.pool_size} "
-            f"K={call.index_topk}, {source}\n{args.ranks} ranks on {args.backend}, {args.shard_plan} rows"
+            f"K={call.index_topk}, {source}\n"
+            f"{args.ranks} ranks on {args.backend} ({_HOW[args.backend]}), {args.shard_plan} rows"
         )
         table = Table(title=title, title_justify="left")
         for name in ("rank", "rows", "work", "time", "sent", "gathered", "against unsharded"):
@@ -143,6 +149,11 @@ class Outcome:
             f"float64 reference: {ref.checked:,} rows, {clear:,} with a clear margin, "
             f"{ref.undecided:,} too close to a tie ({share:.2%}), {ref.wrong:,} wrong"
         ]
+        if ref.smallest_margin is None and not ref.undecided:
+            lines.append(
+                "[yellow]no row had a choice to make: none sees more whole pools than it may select "
+                f"(K={self.call.index_topk:,}); a longer call or a smaller K tests more[/]"
+            )
         if ref.wrong_keys:
             lines.append(f"[red]{ref.wrong_keys:,} elements of the pooled keys are wrong[/]")
         return lines + [f"[red]  {difference}[/]" for difference in ref.differences]
@@ -155,4 +166,6 @@ class Outcome:
             f"expected selection: {e.rows:,} rows, {e.same:,} the same, {e.near_ties:,} differ at a near tie, "
             f"{e.wrong:,} differ with a clear margin"
         ]
-        return lines + [f"[red]  {difference}[/]" for difference in e.differences]
+        lines += [f"[red]  {difference}[/]" for difference in e.differences[:_SHOWN]]
+        more = len(e.differences) - _SHOWN
+        return lines + ([f"  and {more:,} more rows; --json lists all"] if more > 0 else [])

@@ -56,7 +56,12 @@ class Memory:
 
 def add_parser(commands: Any) -> None:
     """Declare `kpool plan`."""
-    parser = commands.add_parser("plan", help="rows, work, memory and bytes per rank under each shard plan")
+    parser = commands.add_parser(
+        "plan",
+        help="rows, work, memory and bytes per rank under each shard plan",
+        description="Who would score which rows, what that costs, and from which length sharding pays. "
+        "Arithmetic alone: nothing is scored, and seconds are estimates.",
+    )
     parser.add_argument("--tokens", type=positive, default=524_288, help="query rows and keys (default: 524288)")
     parser.add_argument("--ranks", type=positive, default=8, help="ranks that share the rows (default: 8)")
     parser.add_argument("--batch", type=positive, default=1)
@@ -98,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
     pays = {kind: break_even(kind, args) for kind in PLANS}
     if args.plot:
         plot.save(plot_plan.picture(args, windows, shares, times, pays), args.plot)
+        view.wrote(args.plot)
     if args.json:
         view.print_json({
             "tokens": args.tokens, "ranks": args.ranks, "batch": args.batch, "layout": args.layout, "order": args.order,
@@ -111,8 +117,11 @@ def run(args: argparse.Namespace) -> int:
         return OK
     for kind in PLANS:
         view.OUT.print(table(kind, shares[kind], args))
-        view.OUT.print(summary(shares[kind], memory[kind]), "")
+        view.say(summary(shares[kind], memory[kind], args.device) + "\n")
     view.OUT.print(estimate_table(args, times, pays))
+    view.say("gather: the all-gather. reorder: putting its rows back in order.")
+    view.say("same: pooling, and expanding to tokens, which every rank does for all rows.")
+    view.say("pays from: the shortest length at which sharding is faster.")
     return OK
 
 
@@ -187,12 +196,12 @@ def table(kind: str, shares: list[Share], args: argparse.Namespace) -> Table:
     return out
 
 
-def summary(shares: list[Share], memory: Memory) -> str:
+def summary(shares: list[Share], memory: Memory, device: str) -> str:
     """Balance and memory in two lines."""
     return (
         f"busiest rank / mean: {balance(shares):.2f}\n"
         f"memory per rank: ids {view.size(memory.local_ids)}, gathered {view.size(memory.gathered_ids)}, "
-        f"tokens {view.size(memory.tokens)}, score buffer at most {view.size(memory.score_buffer)}"
+        f"tokens {view.size(memory.tokens)}, score buffer at most {view.size(memory.score_buffer)} ({device})"
     )
 
 

@@ -25,7 +25,7 @@ from kpool.cli import report, view
 from kpool.cli.exits import DIFFERENT, CommandError
 from kpool.cli.outcome import Outcome, RankReport
 from kpool.cli.verdict import compare_expected, judge, sample_rows
-from kpool.cli.workload import LAYOUTS, add_geometry, positive, seeded_call, visibility_of, with_layout
+from kpool.cli.workload import LAYOUTS, SEEDED, add_geometry, positive, seeded_call, visibility_of, with_layout
 from kpool.ops import fused_qk_topk_kpool
 from kpool.selection import ORDERS
 from kpool.sharding import PLANS, ShardPlan
@@ -35,6 +35,10 @@ from kpool_testing import CollectiveError, Run
 from kpool_testing import run_ranks as launch
 
 BACKENDS = ("replay", "fake", "gloo", "nccl")
+_BACKENDS_HELP = (
+    "replay: one after the other in this process (default); fake: a simulated process group, all collectives; "
+    "gloo, nccl: a process a rank"
+)
 _REAL = {"gloo": {"timeout": 600.0}, "nccl": {"timeout": 600.0}}
 Made = TypeVar("Made")
 
@@ -45,13 +49,14 @@ def add_parser(commands: Any) -> None:
         "verify",
         help="show that every rank returns the unsharded selection, and that it is the right one",
         description="Exit 0: every rank bit-identical, and equal to the float64 reference. 1: a difference. "
-        "2: no difference, but more than 1 %% of the sampled rows are too close to a tie to be decided.",
+        "2: no difference, but more than 1 % of the sampled rows are too close to a tie to be decided. "
+        "64: the command line or a file cannot be used.",
     )
     parser.add_argument("--ranks", type=positive, default=8, help="ranks that share the rows (default: 8)")
-    parser.add_argument("--tokens", type=positive, default=4096, help="query rows and keys (default: 4096)")
+    parser.add_argument("--tokens", type=positive, default=SEEDED["tokens"], help="query rows and keys (default: 4096)")
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--layout", choices=LAYOUTS, help="what rows see (default: causal, or what --input says)")
-    parser.add_argument("--backend", choices=BACKENDS, default="replay", help="how ranks run (default: replay)")
+    parser.add_argument("--backend", choices=BACKENDS, default="replay", help=_BACKENDS_HELP)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--impl", choices=IMPLS, default="auto")
     parser.add_argument("--shard-plan", choices=PLANS, default="contiguous")
@@ -79,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     except CommandError as error:
         if args.report and isinstance(error.__cause__, CollectiveError):
             report.write(args.report, report.failure_page(args, error.__cause__))
+            view.wrote(args.report)
         raise
     if args.report:
         report.write(args.report, report.page(outcome))
@@ -86,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
         view.print_json(outcome.as_json())
     else:
         outcome.show()
+    if args.report:
+        view.wrote(args.report)
     return outcome.code
 
 
@@ -125,6 +133,9 @@ def load_call(args: argparse.Namespace) -> CapturedCall:
         args.layout = args.layout or "causal"
         call = seeded_call(args)
     else:
+        said = [f"--{name}" for name, default in SEEDED.items() if getattr(args, name, default) != default]
+        if said:
+            raise CommandError(f"{' '.join(said)}: --input already says that, leave out one of the two")
         call = checked(lambda: CapturedCall.load(args.input))
         if args.layout is not None:
             call = with_layout(call, args.layout, args.seed)

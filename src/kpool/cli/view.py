@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,16 @@ def progress() -> Progress:
 def print_json(data: dict[str, Any]) -> None:
     """One JSON document on stdout."""
     print(json.dumps(data, indent=2))  # noqa: T201
+
+
+def say(line: str) -> None:
+    """One line on stdout, in rich's markup; the terminal wraps it, a pipe does not."""
+    OUT.print(line, soft_wrap=True)
+
+
+def wrote(path: Path) -> None:
+    """Say on stderr where a file went."""
+    ERR.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def size(count: float) -> str:

@@ -31,6 +31,10 @@ def positive(text: str) -> int:
     return value
 
 
+SEEDED = {"tokens": 4096, "batch": 1, "heads": 32, "dim": 128, "pool": 4, "topk": 2048}
+"""Shapes of a seeded call, by default; a captured call brings its own."""
+
+
 def add_geometry(parser: argparse.ArgumentParser) -> None:
     """`--heads --dim --pool --topk`, GLM-5.3-Flash by default."""
     group = parser.add_argument_group("geometry (GLM-5.3-Flash by default)")
