@@ -159,9 +159,11 @@ def ratio(found: dict[str, Any], above: str, below: str) -> float | None:
 def show(report: dict[str, Any]) -> None:
     """One line a length, then what a reader must know to trust it."""
     where = report["machine"]
-    out = Table(title=f"kpool bench: {report['layout']}, order={report['order']}", title_justify="left")
+    title = f"kpool bench: {report['layout']}, order={report['order']}"
+    out = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))  # all columns fit a terminal
     names = ("tokens", "plain", "kpool", "plain / kpool", "GEMM alone", "kpool / GEMM", "memory plain", "memory kpool")
-    for name in names:
+    measured = any(found.get("memory") for found in report["lengths"])
+    for name in names if measured else names[:-2]:
         out.add_column(name, justify="right")
     for found in report["lengths"]:
         if not found["correct"]:
@@ -175,7 +177,8 @@ def show(report: dict[str, Any]) -> None:
         cells = [view.duration(times[n]) if n in times else "-" for n in ("plain", "kpool", "gemm")]
         shown = [f"{value:.2f}" if value else "-" for value in ratios]
         sizes = [view.size(memory[n]["bytes"]) if n in memory else "-" for n in ("plain", "kpool")]
-        out.add_row(f"{found['tokens']:,}", cells[0], cells[1], shown[0], cells[2], shown[1], *sizes)
+        row = (f"{found['tokens']:,}", cells[0], cells[1], shown[0], cells[2], shown[1], *sizes)
+        out.add_row(*(row if measured else row[:-2]))
     view.OUT.print(out)
     view.say("plain: fp32 scores in chunks, then torch.topk. GEMM alone: the products of the tiles kpool scores.")
     for line in notes(report):
