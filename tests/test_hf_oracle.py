@@ -172,7 +172,7 @@ def test_sets_equal_wherever_rounding_cannot_decide(
     assert count.under <= max(5, MOST_UNDER * count.rows)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("decode", [False, True], ids=["one-shot", "decode"])
 def test_sets_equal_in_a_long_sweep(decode: bool, bf16: bool, record_property: Callable[[str, object], None]) -> None:

@@ -113,7 +113,7 @@ class TestInvariance:
         assert sum(compared for compared, _ in found) > 500
         assert sum(wrong for _, wrong in found) == 0
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     @pytest.mark.parametrize("heads", HEADS)
     def test_many_splits(self, heads: int) -> None:
         compared = 0
