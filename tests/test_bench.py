@@ -35,6 +35,7 @@ def test_plain_selects_the_same_sets(layout: str) -> None:
     assert torch.equal(ours.sort(-1).values, plain.sort(-1).values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["causal", "packed"])
 def test_report(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = run_json(capsys, "--lengths", "128,512", "--layout", layout, "--documents", "2", "--no-memory")
@@ -97,6 +98,7 @@ def test_memory_in_a_fresh_process() -> None:
     assert small["bytes"] < found["bytes"] / 4
 
 
+@pytest.mark.slow
 def test_sampled_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the mark cannot be reset a thread samples."""
     monkeypatch.setattr(measure.PeakMemory, "_reset", lambda self: False)

@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("impl", ["auto", "torch"])
+@pytest.mark.parametrize("impl", ["auto", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "option"), [(name, None) for name in VISIBILITIES] + [("mask", option) for option in OPTIONS]
 )
@@ -91,7 +91,7 @@ def test_selection(name: str, option: str | None, impl: str) -> None:
     assert chosen.shape == (B, S, width) and chosen.dtype == torch.int32 and chosen.device.type == "cuda"
 
 
-@pytest.mark.parametrize("impl", ["auto", "torch"])
+@pytest.mark.parametrize("impl", ["auto", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", VISIBILITIES)
 def test_scores(name: str, impl: str) -> None:
     scores, chosen = fused_qk_topk_kpool(**tensors(), **visibility(name), impl=impl)

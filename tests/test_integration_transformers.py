@@ -101,8 +101,12 @@ def test_the_selection_decides_the_logits(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}],
-    ids=["dynamic", "beams", "static", "uncached"],
+    [
+        pytest.param({}, id="dynamic"),
+        pytest.param({"num_beams": 3}, id="beams", marks=pytest.mark.slow),
+        pytest.param({"cache_implementation": "static"}, id="static"),
+        pytest.param({"use_cache": False}, id="uncached", marks=pytest.mark.slow),
+    ],
 )
 def test_generation_is_equal_token_for_token(model: Any, options: dict[str, Any]) -> None:
     """A left-padded batch, with every kind of cache, beams that reorder it, and none."""

@@ -129,6 +129,7 @@ class TestPlanPicture:
         drawn = target.read_bytes()
         assert drawn.startswith(b"<?xml") and len(drawn) > 20_000
 
+    @pytest.mark.slow
     def test_what_it_says(self) -> None:
         from kpool.cli.plot_plan import picture
 
@@ -162,6 +163,7 @@ class TestTable:
         out = capsys.readouterr().out
         assert "estimate, not measured" in out and "pays from, tokens" in out and "…" not in out
 
+    @pytest.mark.slow
     def test_the_manual_quotes_the_model(self) -> None:
         """docs/sharding.md has a table of break-even lengths; it is what the model says."""
         rows = re.findall(r"^\| `([\w-]+)` \| ([\d,-]+) \| ([\d,-]+) \|$", (DOCS / "sharding.md").read_text(), re.M)
@@ -196,6 +198,7 @@ class TestBenchPicture:
         assert list(memory.lines[1].get_ydata()) == [1.0, 1.0]
         assert "NOT a quiet machine" in drawn.get_suptitle()
 
+    @pytest.mark.slow
     def test_what_was_not_measured_is_said(self, tmp_path: Path) -> None:
         from kpool.cli.plot_bench import picture
 

@@ -32,8 +32,8 @@ def check(seed: int) -> int:
 
 
 def test_a_few() -> None:
-    compared = sum(check(seed) for seed in range(24))
-    assert compared > 480
+    compared = sum(check(seed) for seed in range(12))
+    assert compared > 200
 
 
 @pytest.mark.soak

@@ -238,7 +238,7 @@ class TestElsewhere:
         monkeypatch.setattr(tiled, "_readable", lambda tensor: False)
         monkeypatch.setattr(tiled.Tile, "of", staticmethod(lambda heads, device: tiled.Tile(128, 2048)))
 
-    @pytest.mark.parametrize("order", ["score", "position"])
+    @pytest.mark.parametrize("order", ["score", pytest.param("position", marks=pytest.mark.slow)])
     def test_body_never_reads_values(self, order: str) -> None:
         """Fake tensors have no values: whatever reads one, or has a shape that depends on one, raises."""
         with FakeTensorMode():

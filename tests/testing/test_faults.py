@@ -135,7 +135,7 @@ class TestEachKind:
             random_faults(0, 0, 1)
 
 
-@pytest.mark.parametrize("runs", [80, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [48, pytest.param(500, marks=pytest.mark.slow)])
 def test_seeded_runs(runs: int) -> None:
     threads = threading.active_count()
     kinds: dict[str, int] = {}

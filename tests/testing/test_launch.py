@@ -35,6 +35,7 @@ def no_process_is_left() -> Iterator[None]:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.gloo
 def test_one_small_run_on_real_processes() -> None:
     offset = torch.tensor([100])
     run = run_ranks(lambda group: gathered(group) + offset, 2, "gloo")

@@ -187,7 +187,7 @@ def test_a_diagnosis_ends_on_the_users_line_and_comes_once(inner: pytest.Pyteste
 
     @pytest.mark.world_size(2)
     def test_raised_in_torch(ranks):
-        ranks(lambda group: torch.distributions.Bernoulli(probs=2.0))
+        ranks(lambda group: torch.distributions.Bernoulli(probs=2.0, validate_args=True))
 """,
     )
     text = run_inner(inner, "-p", "no:randomly").stdout.str()
@@ -233,6 +233,7 @@ def test_simulated_tests_stay_simulated_under_a_launcher(
     run_inner(inner).assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_a_session_without_ranks_does_not_pay(inner: pytest.Pytester) -> None:
     inner.makepyfile(
         """

@@ -114,6 +114,7 @@ class TestRightAnswers:
         grads = [result.tolist() for result in simulate(body, 3, dialect=dialect).results]
         assert grads == [[0, 3], [6, 9], [12, 15]]
 
+    @pytest.mark.slow
     def test_nn_functional_first_imported_inside_a_rank(self) -> None:
         """Its default arguments bind the default group when it is imported."""
         code = (

@@ -417,6 +417,7 @@ class TestTheEnd:
         with pytest.raises(DeadlockError):
             simulate(body, 2, limit=5)
 
+    @pytest.mark.slow
     def test_a_rank_stuck_in_native_code_is_reported(self) -> None:
         release = _thread.allocate_lock()
         release.acquire()

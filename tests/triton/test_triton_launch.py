@@ -114,6 +114,7 @@ def in_a_new_python(program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.interpret
 def test_importing_kpool_does_not_import_triton_and_without_it_the_error_says_what_to_install() -> None:
     program = """
 import sys

@@ -103,6 +103,7 @@ def test_sharded_is_whole(order: str, gpu: torch.device) -> None:
     assert (built.select(launch, blocks)[:, 2:] == -1).all()
 
 
+@pytest.mark.interpret
 def test_buffers_may_hold_anything(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic mode fills fresh buffers with NaN and the largest integers; nothing of them may show."""
     built = build(replace(SMALL, layout="mask", rows=6), gpu)
@@ -118,6 +119,7 @@ def test_buffers_may_hold_anything(gpu: torch.device, monkeypatch: pytest.Monkey
     assert torch.equal(plain, built.expected())
 
 
+@pytest.mark.interpret
 def test_rows_of_others_do_not_leak(gpu: torch.device) -> None:
     """A rank's rows stay the same when every other row of q, weights and windows is poison."""
     built = build(replace(SMALL, rows=6, batch=2), gpu)
