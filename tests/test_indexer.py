@@ -178,7 +178,7 @@ class TestLayouts:
         assert not torch.equal(a(x, r), b(x, r))
 
     @given(st.lists(st.integers(0, 60), min_size=1, max_size=3), st.integers(1, 60))
-    @settings(max_examples=15)
+    @settings(max_examples=8)
     def test_left_padding_is_a_shift(self, pads: list[int], rows: int) -> None:
         """Each padded row holds what the unpadded sequence selects, moved by the padding; padded rows hold nothing."""
         module = make()
@@ -192,7 +192,7 @@ class TestLayouts:
             assert bool((got[b, :pad] == -1).all())
 
     @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(0, 3))
-    @settings(max_examples=15)
+    @settings(max_examples=8)
     def test_packed_documents_are_calls_of_their_own(self, lengths: list[int], padding: int) -> None:
         module = make()
         cu = torch.tensor([0, *lengths]).cumsum(0)
@@ -234,7 +234,7 @@ class TestDecoding:
         st.booleans(),
         st.booleans(),
     )
-    @settings(max_examples=35)
+    @settings(max_examples=16)
     def test_steps_equal_one_call_to_the_bit(
         self, steps: list[int], pads: list[int], pool_size: int, numerics: str, bf16: bool, masked: bool
     ) -> None:

@@ -41,7 +41,7 @@ OPTIONS: list[dict[str, object]] = [
     {"rotate_activation_enabled": True, "use_relu": False},
     {"always_select_tail": False, "width_multiple": 64},
 ]
-few = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def made(seed: int, layout: str, exact: bool) -> Call:
@@ -117,13 +117,13 @@ def test_any_order_of_the_rows(data: st.DataObject, call: Call, device: torch.de
     same_when_permuted(call.to(device), [*order, *repeated])
 
 
-@settings(few, max_examples=10)
+@settings(few, max_examples=6)
 @given(call=st.builds(made, st.integers(0, 2**20), st.sampled_from(["causal", "window", "packed"]), st.booleans()))
 def test_future_keys_do_not_matter(call: Call, device: torch.device) -> None:
     same_when_future_changes(call.to(device))
 
 
-@settings(few, max_examples=10)
+@settings(few, max_examples=6)
 @given(call=calls)
 def test_any_number_of_threads(call: Call, device: torch.device) -> None:
     same_on_threads(call.to(device))
@@ -135,14 +135,14 @@ def test_poisoned_buffers(call: Call, device: torch.device) -> None:
     same_when_poisoned(call.to(device))
 
 
-@settings(few, max_examples=10)
+@settings(few, max_examples=6)
 @given(call=calls, size=st.sampled_from([2, 3]))
 def test_poisoned_buffers_when_sharded(call: Call, size: int, device: torch.device) -> None:
     with poisoned_buffers():
         same_when_sharded(call.to(device), (size,), ("contiguous", "block_cyclic"))
 
 
-@settings(few, max_examples=10)
+@settings(few, max_examples=6)
 @given(call=calls)
 def test_ids_are_visible_slots_and_none_comes_twice(call: Call, device: torch.device) -> None:
     sound(call.to(device))
@@ -191,13 +191,13 @@ def test_thousands_of_rows(exact: bool, device: torch.device) -> None:
     assert compared >= 5_000 and seed >= 8, f"{compared} rows of {seed} calls"
 
 
-@settings(few, max_examples=10)
+@settings(few, max_examples=6)
 @given(call=calls)
 def test_any_layout_in_memory(call: Call, device: torch.device) -> None:
     same_in_any_layout(call.to(device))
 
 
-@settings(few, max_examples=10)
+@settings(few, max_examples=6)
 @given(call=st.builds(made, st.integers(0, 2**20), st.just("causal"), st.booleans()))
 def test_equal_pools_have_equal_scores(call: Call, device: torch.device) -> None:
     same_scores_wherever_pools_lie(call.to(device))
