@@ -521,7 +521,7 @@ def test_plan_prints_a_table_for_each_plan(capsys: pytest.CaptureFixture[str]) -
 def test_info_says_what_would_run_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = kpool_json(capsys, "info")
     assert code == 0
-    assert found["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["packages"]["torch"])  # metadata may lack the +cu130 of the build
     cpu = found["devices"][0]
     assert (cpu["device"], cpu["impl"]) == ("cpu", "torch")
     assert "GPU" in cpu["why"]
