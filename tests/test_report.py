@@ -64,7 +64,7 @@ def test_everything_is_there(more: list[str], tmp_path: Path, capsys: pytest.Cap
     for heading in ("Ranks", "What was selected", "Calls", "Bytes sent", "The call", "Environment"):
         assert heading in page.text
     assert re.search(r"all_gather_(single|into_tensor) i32", page.text)  # torch 2.13 renamed it
-    assert torch.__version__ in page.text and "query rows" in page.text
+    assert torch.__version__.partition("+")[0] in page.text and "query rows" in page.text
     capsys.readouterr()
 
 
