@@ -176,3 +176,24 @@ def test_newer_gather_is_preferred_and_looked_up_at_call_time(monkeypatch: pytes
     monkeypatch.delattr(torch.distributed, "all_gather_single")
     all_gather(local, group(0, 3), 3)
     assert seen == ["new", "old"]
+
+
+@pytest.mark.parametrize("layout", ["causal", "lognormal documents", "one long document"])
+def test_block_cyclic_balances_the_work(layout: str) -> None:
+    """Scored pools of the busiest of 8 ranks over the mean, at most 1.01; contiguous shards leave one with far more."""
+    rows, ranks, pool_size = 524_288, 8, 4
+    lengths = torch.full((1,), rows)
+    if layout == "lognormal documents":
+        drawn = torch.exp(1.5 * torch.randn(16, generator=torch.Generator().manual_seed(0)))
+        lengths = (drawn / drawn.sum() * rows).long()
+    elif layout == "one long document":
+        lengths = torch.tensor([262_144] + [4096] * 64)
+    lengths[-1] += rows - lengths.sum()
+    pools = torch.cat([(torch.arange(n) + 1) // pool_size for n in lengths.tolist()]).double()
+
+    def balance(plan: ShardPlan) -> float:
+        work = torch.stack([pools[plan.rows(rank)].sum() for rank in range(ranks)])
+        return float(work.max() / work.mean())
+
+    assert balance(ShardPlan.block_cyclic(rows, ranks)) <= 1.01
+    assert balance(ShardPlan.contiguous(rows, ranks)) > 1.3
