@@ -2,7 +2,7 @@
 
     python tools/check_dist.py
 
-The smoke tests are in the package (`pytest --pyargs kpool.smoke`), so what is tested is what was installed.
+The smoke tests are in the package (`pytest --pyargs kpool.cli.smoke`), so what is tested is what was installed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check(archive: Path, scratch: Path) -> None:
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     requirement = f"kpool[cli] @ {archive.as_uri()}"
     run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", requirement, "pytest", cwd=scratch)
-    run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "kpool.smoke", cwd=scratch)
+    run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "kpool.cli.smoke", cwd=scratch)
     run(python, "-m", "kpool.cli", "info", cwd=scratch)
 
 

@@ -1,4 +1,4 @@
-"""Smoke tests of an installed kpool: `pytest --pyargs kpool.smoke`, from anywhere."""
+"""Smoke tests of an installed kpool: `pytest --pyargs kpool.cli.smoke`, from anywhere."""
 
 from __future__ import annotations
 
