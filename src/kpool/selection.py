@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kpool.pages import empty_int32
 from kpool.visibility import on_cpu
 from kpool.windows import RowWindows
 
@@ -115,7 +116,7 @@ def expand(
     batch, rows, budget = ids.shape
     selected = budget * pool_size
     width = selected + (pool_size - 1 if always_select_tail else 0)
-    out = ids.new_empty((batch, rows, -(-width // width_multiple) * width_multiple))
+    out = empty_int32((batch, rows, -(-width // width_multiple) * width_multiple), ids.device)
     out[..., width:] = -1
     piece = max(1, _EXPAND_ELEMENTS // max(1, batch * selected))
     table = _token_table(starts if starts.dim() == 2 else starts[None], pool_size)
