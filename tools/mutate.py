@@ -30,8 +30,8 @@ ROOMS = ("selection", "sharding", "visibility", "windows", "grid")
 TESTS = ("tests/test_grid.py", "tests/test_visibility.py", "tests/test_selection.py", "tests/test_sharding.py",
          "tests/test_cases.py", "tests/test_ops.py", "tests/test_invariance.py", "tests/conformance")  # fmt: skip
 KNOWN = ROOT / "tools" / "equivalent_mutants.txt"
-OPTIONS = ("-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider",
-           "--assert=plain")  # pytest's rewriting loader would come before ours, and load the room as it is  # fmt: skip
+# plain asserts: pytest's rewriting loader would come before ours, and load the room as it is
+OPTIONS = ("-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--assert=plain")
 LIMIT = 240  # seconds; a mutant that never ends counts as found
 
 COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
