@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kpool.cli import bench, main, measure
+from kpool.cli import bench, bench_gpu, main, measure, png
 from kpool.cli.exits import DIFFERENT, OK, UNAVAILABLE, USAGE
 
 SMALL = ["bench", "--heads", "16", "--dim", "16", "--topk", "64", "--rows", "32", "--repeats", "2", "--threads", "1"]
@@ -129,7 +130,74 @@ def test_plot(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     "more, code",
-    [("--device cuda", UNAVAILABLE), ("--lengths x", USAGE), ("--topk 63", USAGE), ("--lengths 0", USAGE)],
+    [
+        ("--lengths x", USAGE),
+        ("--topk 63", USAGE),
+        ("--lengths 0", USAGE),
+        ("--device cuda", UNAVAILABLE),
+        ("--device cuda --layout packed", USAGE),
+        ("--device cuda --plot bench.svg", USAGE),
+        ("--device cuda --plot missing/bench.png", USAGE),
+    ],
 )
-def test_refusals(more: str, code: int) -> None:
+def test_refusals(more: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*SMALL, *more.split()]) == code
+
+
+GPU_RESULT = {
+    "device": "a card",
+    "date": "2026-11-30",
+    "records": [
+        {"tokens": tokens, "plan": plan, "total_s": total, "select_share": 0.125}
+        for tokens, plan, total in ((65536, "whole", 0.01), (65536, "contiguous", 0.002), (262144, "whole", 0.15))
+    ],
+}
+
+
+def test_a_gpu_is_measured_by_its_own_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[bench_gpu.Options] = []
+
+    def run(options: bench_gpu.Options, say: Callable[[str], None]) -> dict[str, Any]:
+        asked.append(options)
+        say("[one line]")
+        return GPU_RESULT
+
+    monkeypatch.setattr(bench_gpu, "run", run)
+    picture = tmp_path / "gpu.png"
+    line = "bench --device cuda --ranks 4 --heads 16 --dim 64 --topk 256 --order position --json"
+    assert main([*line.split(), "--plot", str(picture)]) == OK
+    out, err = capsys.readouterr()
+    assert json.loads(out) == GPU_RESULT and "[one line]" in err
+    assert asked == [bench_gpu.Options(bench_gpu.LENGTHS, 4, 5, "position", heads=16, dim=64, topk=256)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "--device", "cuda", "--lengths", "512,1024", "--repeats", "2"]) == OK
+    assert asked[1] == bench_gpu.Options((512, 1024), repeats=2)
+
+
+def test_bars_of_a_gpu_grow_with_time(tmp_path: Path) -> None:
+    """Read back by a decoder that is not ours: colours of the plans, heights in the order of the times."""
+    image = pytest.importorskip("matplotlib.image")
+    png.write_bars(tmp_path / "bars.png", GPU_RESULT)
+    pixels = (image.imread(tmp_path / "bars.png")[..., :3] * 255).round().astype(int)
+    heights = {}
+    for plan in ("whole", "contiguous"):
+        found = (pixels == png.COLOURS[plan]).all(-1)
+        heights[plan] = sorted(set(found.sum(0).tolist()) - {0})
+    assert len(heights["whole"]) == 2 and len(heights["contiguous"]) == 1
+    assert heights["contiguous"][0] < heights["whole"][0] < heights["whole"][1]
+    assert (pixels[:40] == png.BLACK).all(-1).sum() > 400  # the title is written
+
+
+def test_letters_are_drawn_as_they_look() -> None:
+    canvas = png.Canvas(8, 10)
+    canvas.text(0, 0, "f")
+    drawn = (canvas.pixels[::2, ::2] == png.BLACK).all(-1)
+    assert ["".join(".#"[int(dot)] for dot in row[:3]) for row in drawn] == ["###", "#..", "##.", "#..", "#.."]
+
+
+@pytest.mark.parametrize(("value", "said"), [(2.5, "2.5 s"), (0.01234, "12.3 ms"), (5e-5, "50 us"), (1e-7, "0.1 us")])
+def test_seconds_have_a_unit(value: float, said: str) -> None:
+    assert png.seconds(value) == said

@@ -23,8 +23,8 @@ from kpool.ranking import Ranking
 
 UNIT_ROUNDOFF = 2.0**-24  # of fp32, round to nearest
 # The error of a sum of n rounded terms is modelled as a random walk (Higham and Mary 2019, "A new approach to
-# probabilistic rounding error analysis"): u * sqrt(n) * ||terms||. This many times it is about six standard deviations
-# of what is observed.
+# probabilistic rounding error analysis") over partial sums that wander by ||terms|| and drift to the sum:
+# u * sqrt(n * (||terms||^2 + sum^2)). What is observed stays under this many times it.
 CONFIDENCE = 2.5
 
 
@@ -196,8 +196,9 @@ def score_rows(
     """Scores of the rows of one batch entry, and the rounding bound of an fp32 implementation.
 
         dot_h = dot_scale * (q_h . key)        score = sum over h of w_h * f(dot_h)
-        error(dot_h)^2 = (c * u)^2 * (D + 2) * dot_scale^2 * sum over d of (q_hd * key_d)^2
-        error^2 = sum over live h of  w_h^2 * error(dot_h)^2  +  (c * u)^2 * (H + 2) * (w_h * f(dot_h))^2
+        error(dot_h)^2 = (c * u)^2 * (D + 2) * (dot_h^2 + dot_scale^2 * sum over d of (q_hd * key_d)^2)
+        error^2 = sum over live h of w_h^2 * error(dot_h)^2
+                + (c * u)^2 * (H + 2) * (score^2 + sum over live h of (w_h * f(dot_h))^2)
 
     ``u`` is ``UNIT_ROUNDOFF``, ``c`` is ``CONFIDENCE``. A head is *live* if its dot product, error included, can be
     positive (always, without ReLU). ``key_error`` adds ``sum over live h of |w_h| * dot_scale * (|q_h| . key_error)``.
@@ -221,7 +222,8 @@ def score_rows(
     for head in range(heads):
         weight = weights[:, head, None]
         dot = dot_scale * (q[:, head] @ keys.T)
-        dot_variance = unit * (dim + 2) * dot_scale**2 * (q[:, head].square() @ keys.square().T)
+        terms = dot_scale**2 * (q[:, head].square() @ keys.square().T)
+        dot_variance = unit * (dim + 2) * (dot.square() + terms)
         reach = torch.zeros_like(dot) if uncertain is None else dot_scale * (q[:, head].abs() @ uncertain.T)
         value = dot.relu() if use_relu else dot
         live = (dot + dot_variance.sqrt() + reach > 0) if use_relu else torch.ones_like(dot, dtype=torch.bool)
@@ -229,6 +231,7 @@ def score_rows(
         score = score + term
         variance += torch.where(live, weight.square() * dot_variance + unit * (heads + 2) * term.square(), 0.0)
         linear += torch.where(live, weight.abs() * reach, 0.0)
+    variance += unit * (heads + 2) * score.square()
     return score, variance.sqrt() + linear
 
 

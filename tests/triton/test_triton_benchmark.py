@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kpool.cli import bench_gpu
+from kpool.cli.exits import UNAVAILABLE, CommandError
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,12 +34,26 @@ def test_measures_every_plan_and_writes_json_and_png(tmp_path: Path) -> None:
     assert [record["plan"] for record in result["records"]] == ["whole", "contiguous", "block_cyclic"]
     for record in result["records"]:
         assert record["tokens"] == 256 and record["total_s"] > 0 and record["rows_checked"] > 0
+        assert record["score_s"] > 0 and record["select_s"] > 0 and 0 < record["select_share"] < 1
         assert 0 < record["flops_visible"] <= record["flops_all"]
+    for record in result["records"][1:]:
+        assert record["gather_ranks"] == 2 and record["gather_s"] > 0
     assert (tmp_path / "gpu_selection.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.interpret
+def test_no_speed_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = bench_gpu.Options((256,), 2, 1, interpret=True, heads=4, dim=32, topk=32)
+    work = bench_gpu.Workload(256, options, torch.device("cpu"))
+    right = work.select
+    assert work.check() > 0
+    monkeypatch.setattr(work, "select", lambda rows: right(rows) ^ 1)
+    with pytest.raises(CommandError, match=r"256 tokens, row .*: wrong, so no speed is reported"):
+        bench_gpu.measure(work, options, bench_gpu.Clock(work.device, 1), 1.0)
 
 
 @pytest.mark.interpret
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     done = benchmark("--tokens", "256")
-    assert done.returncode == 3 and "no CUDA device" in done.stderr
+    assert done.returncode == UNAVAILABLE and "no CUDA device" in done.stderr

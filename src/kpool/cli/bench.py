@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kpool.captures import CapturedCall
 from kpool.cli import measure, view
-from kpool.cli.exits import DIFFERENT, OK, UNAVAILABLE, CommandError
+from kpool.cli.exits import DIFFERENT, OK, CommandError
 from kpool.cli.verdict import compare_expected, judge, sample_rows
 from kpool.cli.workload import add_geometry, positive
 from kpool.selection import ORDERS
@@ -30,10 +30,12 @@ def add_parser(commands: Any) -> None:
     """Declare `kpool bench`."""
     parser = commands.add_parser(
         "bench",
-        help="time and memory against the plain algorithm and the GEMM limit (CPU)",
+        help="time and memory against the plain algorithm and the machine's limit",
         description="Exit 0: every length is right and was measured. 1: a result is wrong; no speed is given for it.",
     )
-    parser.add_argument("--lengths", default="4096,8192", metavar="N,N,...", help="tokens (default: 4096,8192)")
+    parser.add_argument(
+        "--lengths", metavar="N,N,...", help="tokens (default: 4096,8192; on a GPU 65536,262144,524288,1048576)"
+    )
     parser.add_argument("--layout", choices=["causal", "packed"], default="causal")
     parser.add_argument("--documents", type=positive, default=8, help="documents of --layout packed (default: 8)")
     parser.add_argument("--order", choices=ORDERS, default="score")
@@ -42,7 +44,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--rows", type=positive, default=128, help="rows held against the reference (default: 128)")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain algorithm out (long inputs)")
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory in fresh processes")
-    parser.add_argument("--device", default="cpu", help="cpu; GPUs are measured by benchmarks/gpu_selection.py")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the Triton kernels")
+    parser.add_argument("--ranks", type=positive, default=8, help="simulated ranks of --device cuda (default: 8)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="time and memory against length, png or svg")
     add_geometry(parser)
@@ -52,13 +55,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every length; 1 if a result was wrong."""
-    if args.device != "cpu":
-        raise CommandError(
-            "bench measures the CPU; for a GPU run benchmarks/gpu_selection.py of the repository", UNAVAILABLE
-        )
     if args.topk % args.pool:
         raise CommandError(f"--topk: expected a multiple of --pool {args.pool}, got {args.topk}")
-    lengths = _lengths(args.lengths)
+    if args.device == "cuda":
+        return _run_on_gpu(args)
+    lengths = _lengths(args.lengths or "4096,8192")
     if args.plot:
         from kpool.cli import plot, plot_bench  # matplotlib, before any work
 
@@ -83,6 +84,26 @@ def run(args: argparse.Namespace) -> int:
         plot.save(plot_bench.picture(report), args.plot)
         view.wrote(args.plot)
     return OK if correct else DIFFERENT
+
+
+def _run_on_gpu(args: argparse.Namespace) -> int:
+    """Measure this GPU; see `bench_gpu`."""
+    from kpool.cli import bench_gpu, png
+
+    if args.layout != "causal":
+        raise CommandError(f"--layout: --device cuda measures causal alone, got {args.layout!r}")
+    if args.plot and (args.plot.suffix.lower() != ".png" or not args.plot.parent.is_dir()):
+        raise CommandError(f"--plot: --device cuda writes .png into an existing folder, got {str(args.plot)!r}")
+    lengths = tuple(_lengths(args.lengths)) if args.lengths else bench_gpu.LENGTHS
+    geometry = {"heads": args.heads, "dim": args.dim, "pool_size": args.pool, "topk": args.topk}
+    options = bench_gpu.Options(lengths, args.ranks, args.repeats, args.order, **geometry)
+    report = bench_gpu.run(options, view.hint if args.json else view.say)
+    if args.json:
+        view.print_json(report)
+    if args.plot:
+        png.write_bars(args.plot, report)
+        view.wrote(args.plot)
+    return OK
 
 
 def _lengths(text: str) -> list[int]:

@@ -29,9 +29,14 @@ def say(line: str) -> None:
     OUT.print(line, soft_wrap=True)
 
 
+def hint(line: str) -> None:
+    """One line on stderr."""
+    ERR.print(line, markup=False, soft_wrap=True)
+
+
 def wrote(path: Path) -> None:
     """Say on stderr where a file went."""
-    ERR.print(f"wrote {path}", markup=False, soft_wrap=True)
+    hint(f"wrote {path}")
 
 
 def size(count: float) -> str:

@@ -11,6 +11,8 @@ Shapes: ``S`` rows, ``B`` batch, ``H`` heads, ``D`` index head dim, ``N`` pools,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -260,44 +262,67 @@ def _select(
     order: str,
     chunk_bytes: int,
 ) -> Tensor:
-    total, batch = q.shape[:2]
-    pools = keys.shape[0]
     mine = RowBlocks(*rows)
-    out = q.new_empty((batch, mine.count, budget), dtype=torch.int32)
-    if out.numel() == 0:
-        return out
-    if pools == 0 or total == 0:
-        return out.fill_(-1)
+    if mine.count == 0 or q.shape[0] == 0 or keys.shape[0] == 0 or q.shape[1] == 0:
+        return q.new_full((q.shape[1], mine.count, budget), -1, dtype=torch.int32)
     call = ScoreCall.of(q, keys, weights, pool_lo, pool_hi, mask, pool_size, use_relu, dot_scale)
-    groups_ld = call.groups_ld
-    sorted_by_score = order == "score"
-    chunk = call.chunk_rows(chunk_bytes, budget if sorted_by_score else 0, transform)
-    held = batch * min(chunk, mine.count)
-    ranks, best, groups, stay, ascending = (
-        q.new_empty(held * n, dtype=torch.int32)
-        for n in (call.ld, groups_ld, groups_ld, 1, budget if sorted_by_score else 0)
-    )
-    direct = budget if mask is None else -1  # with holes, a window says little about how many pools are visible
-    windows = (call.pool_lo, call.pool_hi)
-    prune, pick = configs.PRUNE, configs.SELECT
-    for first, piece in pieces(mine, chunk, call.tile.rows):
-        at = (piece.offset, piece.block, piece.stride, piece.count, total, direct)
-        per_row = (piece.count, batch)
-        call.score(ranks, best, piece, skip=-1 if sorted_by_score else direct, transform=transform)
-        prune_kernel[per_row](
-            best, *windows, groups, stay, call.window_stride, pools, groups_ld, budget, *at,
+    work = Selection(call, budget, mine, order=order, transform=transform, chunk_bytes=chunk_bytes)
+    for first, piece in work.pieces():
+        work.score(piece)
+        work.pick(first, piece)
+    return work.out
+
+
+class Selection:
+    """The launches of one selection, over buffers that every piece of rows reuses.
+
+    ``score`` leaves the rank keys of a piece in the buffers; ``pick`` turns them into pool ids in ``out``, int32
+    ``[B, R, M]``.
+    """
+
+    def __init__(
+        self, call: ScoreCall, budget: int, rows: RowBlocks, *, order: str, transform: str, chunk_bytes: int
+    ) -> None:
+        self.call, self.budget, self.rows, self.transform = call, budget, rows, transform
+        self.by_score = order == "score"
+        # rows that see at most so many pools get them all; with holes, a window says little about how many those are
+        self.direct = budget if call.mask is None else -1
+        self.total, self.batch = call.q.shape[:2]
+        self.chunk = call.chunk_rows(chunk_bytes, budget if self.by_score else 0, transform)
+        self.out = call.q.new_empty((self.batch, rows.count, budget), dtype=torch.int32)
+        held = self.batch * min(self.chunk, rows.count)
+        self.ranks, self.best, self.groups, self.stay, self.ascending = (
+            call.q.new_empty(held * words, dtype=torch.int32)
+            for words in (call.ld, call.groups_ld, call.groups_ld, 1, budget if self.by_score else 0)
+        )
+
+    def pieces(self) -> Iterator[tuple[int, RowBlocks]]:
+        """``(first local row, piece)`` of the local rows."""
+        return pieces(self.rows, self.chunk, self.call.tile.rows)
+
+    def score(self, piece: RowBlocks) -> None:
+        """Rank keys and group maxima of a piece; in score order every row needs them, else those not ``direct``."""
+        skip = -1 if self.by_score else self.direct
+        self.call.score(self.ranks, self.best, piece, skip=skip, transform=self.transform)
+
+    def pick(self, first: int, piece: RowBlocks) -> None:
+        """The pool ids of a piece whose first local row is ``first``."""
+        call, budget = self.call, self.budget
+        windows, pools = (call.pool_lo, call.pool_hi), call.keys.shape[0]
+        at = (piece.offset, piece.block, piece.stride, piece.count, self.total, self.direct)
+        grid, prune, pick = (piece.count, self.batch), configs.PRUNE, configs.SELECT
+        prune_kernel[grid](
+            self.best, *windows, self.groups, self.stay, call.window_stride, pools, call.groups_ld, budget, *at,
             BLOCK=prune.items, **prune.options(fusion=False),
         )  # fmt: skip
-        target, rows_there = (ascending, piece.count) if sorted_by_score else (out, mine.count)
-        select_kernel[per_row](
-            ranks, groups, stay, *windows, target, call.window_stride, pools, call.ld, budget, *at,
-            0 if sorted_by_score else first, rows_there,
-            WIDTH=configs.MAX_BUDGET, BLOCK=pick.items, **pick.options(fusion=False),
+        target, place = (self.ascending, (0, piece.count)) if self.by_score else (self.out, (first, self.rows.count))
+        select_kernel[grid](
+            self.ranks, self.groups, self.stay, *windows, target, call.window_stride, pools, call.ld, budget, *at,
+            *place, WIDTH=configs.MAX_BUDGET, BLOCK=pick.items, **pick.options(fusion=False),
         )  # fmt: skip
-        if sorted_by_score:
-            place = configs.order_config(budget)
-            order_kernel[per_row](
-                ranks, ascending, out, call.ld, budget, piece.count, first, mine.count,
-                WIDTH=place.rows, PIECE=place.items, **place.options(fusion=False),
+        if self.by_score:
+            tile = configs.order_config(budget)
+            order_kernel[grid](
+                self.ranks, self.ascending, self.out, call.ld, budget, piece.count, first, self.rows.count,
+                WIDTH=tile.rows, PIECE=tile.items, **tile.options(fusion=False),
             )  # fmt: skip
-    return out
