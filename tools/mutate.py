@@ -44,7 +44,7 @@ NAMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum",
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: `room.py:line`, what it was, what it is, and the whole module's text."""
+    """One change: `room.py:line`, that line before and after, and the whole module's text."""
 
     room: str
     line: int
@@ -55,7 +55,7 @@ class Mutant:
     @property
     def name(self) -> str:
         """How `equivalent_mutants.txt` names it: by text, so that lines may move."""
-        return f"{self.room}: {self.before} -> {self.after}"
+        return f"{self.room}: {self.before} => {self.after}"
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
@@ -120,13 +120,15 @@ def mutants(room: str) -> list[Mutant]:
         for part in parts:
             silent |= {id(inner) for inner in ast.walk(part)} if part is not None else set()
     found = []
+    plain = ast.unparse(tree)
     for place, node in enumerate(_places(tree)):
         if id(node) in silent:
             continue
-        for change, after in enumerate(changes(node)):
-            mutated = ast.fix_missing_locations(_Swap(place, change).visit(deepcopy(tree)))
-            texts = [ast.unparse(n).split("\n")[0] for n in (node, ast.fix_missing_locations(deepcopy(after)))]
-            found.append(Mutant(room, getattr(node, "lineno", 0), texts[0], texts[1], ast.unparse(mutated)))
+        for change, _ in enumerate(changes(node)):
+            source = ast.unparse(ast.fix_missing_locations(_Swap(place, change).visit(deepcopy(tree))))
+            lines = zip(plain.splitlines(), source.splitlines(), strict=False)
+            before, after = next((old.strip(), new.strip()) for old, new in lines if old != new)
+            found.append(Mutant(room, getattr(node, "lineno", 0), before, after, source))
     return found
 
 
@@ -176,7 +178,7 @@ def main() -> int:
     chosen = [m for room in args.rooms.split(",") for m in mutants(room)][:: args.every]
     if args.show:
         for m in chosen:
-            print(f"{m.room}.py:{m.line}: {m.before} -> {m.after}")
+            print(f"(line {m.line}) {m.name}")
         return 0
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
@@ -189,7 +191,10 @@ def main() -> int:
     if survives(Mutant("selection", 0, "the room", "nothing", ""), list(TESTS)):
         raise SystemExit("an empty room went unnoticed: mutants are not what is tested")
     lines = KNOWN.read_text(encoding="utf-8").splitlines() if KNOWN.exists() else []
-    known = {line.split(" # ")[0].strip() for line in lines if line and not line.startswith("#")}
+    known = {line for line in lines if line and not line.startswith("#")}
+    unknown = known - {mutant.name for room in ROOMS for mutant in mutants(room)}
+    if unknown:
+        raise SystemExit(f"{KNOWN.name}: expected names of mutants, got {sorted(unknown)}: the code has moved on")
     began, survivors = time.monotonic(), []
     for number, mutant in enumerate(chosen, 1):
         if mutant.name in known:
@@ -197,7 +202,7 @@ def main() -> int:
         own = f"tests/test_{mutant.room}.py"
         if survives(mutant, sorted(TESTS, key=lambda test: test != own)):  # those that know the room come first
             survivors.append(mutant)
-            print(f"SURVIVES {mutant.room}.py:{mutant.line}: {mutant.before} -> {mutant.after}", flush=True)
+            print(f"SURVIVES (line {mutant.line}) {mutant.name}", flush=True)
         if number % 20 == 0:
             print(f"{number} of {len(chosen)}, {time.monotonic() - began:.0f} s", flush=True)
     print(f"mutants: {len(chosen) - len(survivors)} passed, {len(survivors)} failed")
