@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kpool import selection
 from kpool.grid import PoolGrid
-from kpool.selection import expand, order_key, top_pools
+from kpool.selection import _sort_rows, expand, order_key, top_pools
 from kpool.visibility import RowWindows, Visibility
 
 NAN, INF = torch.nan, torch.inf
@@ -90,6 +90,16 @@ def test_keys_compare_as_numbers_do(left: float, right: float) -> None:
     if left == left and right == right:
         assert (a < b, a == b) == (left < right, left == right)
     assert a > -(2**31), "a visible score has the key of a hidden pool"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("bits", [3, 16, 17, 30, 47, 50, 62])
+def test_rows_are_sorted_flat_only_where_they_fit(dtype: torch.dtype, bits: int) -> None:
+    """2**16 rows of values below a bound: lifted above each other, the larger bounds pass the largest integer."""
+    bound = min(1 << bits, torch.iinfo(dtype).max)
+    values = torch.randint(0, bound, (1 << 13, 8, 3), dtype=dtype, generator=torch.Generator().manual_seed(bits))
+    values[0, 0] = torch.tensor([bound - 1, 0, bound - 1])
+    assert torch.equal(_sort_rows(values, bound), values.sort(-1).values)
 
 
 def test_first_id_and_batches(device: torch.device) -> None:

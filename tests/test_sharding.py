@@ -128,6 +128,17 @@ def test_bad_arguments_of_a_plan() -> None:
 def test_row_blocks_of_everything() -> None:
     assert RowBlocks.all(7).spans(7) == [(0, 0, 7)]
     assert RowBlocks.all(0).spans(0) == []
+    assert [RowBlocks.all(rows) for rows in (0, 1, 5)] == [
+        RowBlocks(0, 1, 1, 0),  # a block has a row even where there is none
+        RowBlocks(0, 1, 1, 1),
+        RowBlocks(0, 5, 5, 5),
+    ]
+
+
+def test_a_count_may_end_within_a_block() -> None:
+    assert RowBlocks(offset=2, block=4, stride=10, count=6).spans(100) == [(0, 2, 6), (4, 12, 14)]
+    assert RowBlocks(offset=2, block=4, stride=10, count=6).spans(13) == [(0, 2, 6), (4, 12, 13)]
+    assert RowBlocks(offset=2, block=4, stride=10, count=6).spans(12) == [(0, 2, 6)]
 
 
 # -- groups
