@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import subprocess
 import sys
 import tomllib
@@ -135,3 +136,13 @@ def test_every_arm_of_the_markers_has_an_environment() -> None:
     environments = (ROOT / "tox.ini").read_text(encoding="utf-8")
     assert left_out <= declared
     assert [arm for arm in left_out if f"[testenv:{arm}]" not in environments] == []
+
+
+def test_every_tox_arm_has_something_to_install() -> None:
+    """pip refuses a constraint file alone, and an arm that cannot be set up tells nothing."""
+    arms = configparser.ConfigParser(interpolation=None)
+    arms.read(ROOT / "tox.ini")
+    lists = {name: arms[name].get("deps", "").split("\n") for name in arms.sections()}
+    assert len(lists) > 15
+    alone = [name for name, deps in lists.items() if any(deps) and all(d.startswith("-c") for d in deps if d)]
+    assert alone == []

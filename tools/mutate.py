@@ -32,7 +32,7 @@ TESTS = ("tests/test_grid.py", "tests/test_visibility.py", "tests/test_selection
 KNOWN = ROOT / "tools" / "equivalent_mutants.txt"
 # plain asserts: pytest's rewriting loader would come before ours, and load the room as it is
 OPTIONS = ("-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--assert=plain")
-LIMIT = 120  # seconds, several times what the tests take; a mutant that never ends counts as found
+LIMIT = 60  # seconds, several times what the tests take; a mutant that never ends counts as found
 
 COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
            ast.Is: ast.IsNot, ast.IsNot: ast.Is}  # fmt: skip
