@@ -93,6 +93,17 @@ def test_rank_keys_order_as_the_tie_rule_says(gpu: torch.device) -> None:
 
 
 @pytest.mark.interpret
+def test_the_longest_row(gpu: torch.device) -> None:
+    """262,144 pools and 1,024 winners, the most that is promised, with a tie of thousands at the edge."""
+    built = build(Case("longest", tokens=1 << 19, pool_size=2, rows=1, heads=1, dim=8, budget=1024), gpu)
+    q, keys, weights = (t[:, 0].double().cpu() for t in built.tensors[:3])
+    right = (weights[0] * (keys @ q[0, 0]).relu()).sort(descending=True, stable=True)
+    assert right.values.shape == (1 << 18,)
+    assert (right.values == right.values[1023]).sum() > 2000
+    assert torch.equal(built.select(launch), right.indices[:1024].int()[None, None])
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("order", ["score", "position"])
 def test_sharded_is_whole(order: str, gpu: torch.device) -> None:
     built = random_built(replace(SMALL, order=order, batch=2, rows=7), gpu)
