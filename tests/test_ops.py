@@ -163,7 +163,7 @@ class TestSelectPools:
             visibility = Visibility.bounds(call.visibility["varlen_starts"], call.visibility["varlen_ends"])
         ids = self.pools(call, visibility)
         sizes = {"rows": 21, "tokens": 21, "batch": 2, "pool_size": 4, "device": device}
-        starts = visibility.grid(tokens=21, batch=2, pool_size=4, device=device).starts()
+        starts = visibility.grid(tokens=21, pool_size=4, device=device).starts()
         same_rows(call.run(), expand(ids, starts, visibility.windows(**sizes), pool_size=4), "pools expanded")
 
     def test_decoding_one_row_at_a_time(self, device: torch.device) -> None:
@@ -193,7 +193,7 @@ class TestSelectPools:
         padded = noisy(exact_call(0, "nothing", rows=tokens, batch=len(lengths), budget=4)).to(device)
         valid = torch.arange(tokens) >= tokens - torch.tensor(lengths)[:, None]
         visibility = Visibility.left_padded(valid.to(device))
-        grid = visibility.grid(tokens=tokens, batch=5, pool_size=2, device=device)
+        grid = visibility.grid(tokens=tokens, pool_size=2, device=device)
         from kpool.pooling import PooledKeys, pool_on_grid
 
         keys = pool_on_grid(padded.k, padded.gate_score, padded.ape, grid, plain=False, numerics="megatron")

@@ -190,7 +190,7 @@ def test_starts_per_batch_entry(device: torch.device) -> None:
     valid = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]], device=device).bool()
     visibility = Visibility.left_padded(valid, queries=1)
     windows = visibility.windows(rows=1, tokens=6, batch=2, pool_size=2, device=device)
-    starts = visibility.grid(tokens=6, batch=2, pool_size=2, device=torch.device(device)).starts()
+    starts = visibility.grid(tokens=6, pool_size=2, device=torch.device(device)).starts()
     ids = torch.tensor([[[1, 0]], [[2, 0]]], dtype=torch.int32, device=device)
     assert expand(ids, starts, windows, pool_size=2).tolist() == [[[3, 4, 1, 2, 5]], [[4, 5, 0, 1, -1]]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kpool import Visibility, reference
+from kpool import Visibility, pool_keys, reference
 from kpool.visibility import RowWindows
 from tests.support.calls import LAYOUTS, visibility_of
 
@@ -155,7 +155,7 @@ def test_bounds_with_gaps_in_memory() -> None:
 
 def test_left_padded_grid_ends_with_the_last_valid_token() -> None:
     valid = torch.tensor([[False, True, True, True, False, False]])
-    grid = Visibility.left_padded(valid).grid(tokens=6, batch=1, pool_size=2, device=CPU)
+    grid = Visibility.left_padded(valid).grid(tokens=6, pool_size=2, device=CPU)
     assert grid.starts().tolist() == [1, -1, -1]
 
 
@@ -181,6 +181,14 @@ def test_masks_of_many_rows_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("kpool.visibility._MASK_PIECE_BYTES", 1)
     pieces = windows(Visibility.from_mask(mask), 50, 30, 4, batch=2)
     assert torch.equal(whole.start, pieces.start) and torch.equal(whole.end, pieces.end)
+
+
+def test_what_holds_tensors_compares_by_identity() -> None:
+    """Tensors compared element by element give no truth value; in a dict or a cache the object itself counts."""
+    one, other = Visibility.causal(3), Visibility.causal(3)
+    assert one == one and one != other and len({one, other, one}) == 2
+    pooled = pool_keys(torch.zeros(4, 1, 2), torch.zeros(4, 1, 2), None, 2)
+    assert pooled == pooled and len({pooled, pooled}) == 1
 
 
 def test_no_limit() -> None:

@@ -33,7 +33,7 @@ _DIMS = {"q": "[S, B, H, D]", "k": "[T, B, D]", "weights": "[S, B, H]"}
 _SWITCHES = ("use_relu", "always_select_tail", "fp8_indexer", "rotate_activation_enabled")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CapturedCall:
     """The arguments of one `fused_qk_topk_kpool` call, under the names they have there.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PoolGrid:
     """Documents and the pools cut from them.
 

@@ -54,8 +54,7 @@ def fused_qk_topk_kpool(
     """Select the tokens each query row may attend to.
 
     The positional signature is that of the function of the same name in NVIDIA/Megatron-LM#7522. The selection of a row
-    is
-    a pure function of that row and the keys: the same bits whatever the chunk size, shard plan, rank, row order or
+    is a pure function of that row and the keys: the same bits whatever the chunk size, shard plan, rank, row order or
     number of threads.
 
     Args:
@@ -122,7 +121,7 @@ def fused_qk_topk_kpool(
         inputs |= {"key_positions": key_positions, "cu_seqlens_kv": cu_seqlens_kv}
         replication.check_replicated(inputs, shard.group_or_fail(), shard.rank, shard.size)
 
-    grid = visibility.grid(tokens=tokens, batch=batch, pool_size=pool_size, device=q.device)
+    grid = visibility.grid(tokens=tokens, pool_size=pool_size, device=q.device)
     keys = pool_on_grid(k, gate_score, ape, grid, plain=cu_seqlens_kv is None, numerics=numerics, impl=impl)
     dot_scale = float(q.shape[3]) ** -0.5 if numerics == "hf" else 1.0
     call = _Call(

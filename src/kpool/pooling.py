@@ -25,7 +25,7 @@ from kpool.validation import IMPLS, check_choice, check_pooling
 _PIECE_ELEMENTS = 1 << 22  # fp32 elements of keys worked on at a time: 16 MiB
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PooledKeys:
     """Pooled keys and the key slots they stand for.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ranking:
     """Scores of some rows with what rounding may do to them.
 

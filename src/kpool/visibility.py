@@ -24,7 +24,7 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 _MASK_PIECE_BYTES = 32 << 20  # the mask is read in row pieces, so that no second [S, T] tensor exists
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Visibility:
     """What the rows of one call may see. Build it with one of the constructors; it has no default.
 
@@ -166,7 +166,7 @@ class Visibility:
         """
         return Visibility("unlimited")
 
-    def grid(self, *, tokens: int, batch: int, pool_size: int, device: torch.device) -> PoolGrid:
+    def grid(self, *, tokens: int, pool_size: int, device: torch.device) -> PoolGrid:
         """The pool grid this visibility implies for ``T = tokens`` keys."""
         if self.cu_seqlens is not None:
             return PoolGrid.packed(self.cu_seqlens, tokens, pool_size)
@@ -195,7 +195,7 @@ class Visibility:
         """
         device = torch.device(device)
         self._check_call(rows, tokens, batch, device)
-        grid = self.grid(tokens=tokens, batch=batch, pool_size=pool_size, device=device)
+        grid = self.grid(tokens=tokens, pool_size=pool_size, device=device)
         if self.mask is not None:
             start, end = _mask_window(self.mask)
             return RowWindows.on_grid(grid, start, end, mask=self.mask)

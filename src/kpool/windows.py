@@ -21,7 +21,7 @@ from torch import Tensor
 from kpool.grid import PoolGrid
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowWindows:
     """The window of every row, and what follows from it. All tensors are int32 ``[Bv, S]`` in key slots or pool ids.
 
