@@ -36,6 +36,9 @@ def test_every_row_once_and_ascending(case: tuple[tuple[int, int], str, int]) ->
         assert mine == sorted(mine) and len(mine) <= plan.rows_per_rank
     if plan.kind == "contiguous":
         assert plan.rows_per_rank == -(-plan.num_rows // plan.size)
+    else:  # whole blocks, and no rank pads more than one of them
+        assert plan.rows_per_rank % plan.block == 0
+        assert plan.rows_per_rank == 0 or (plan.rows_per_rank - plan.block) * plan.size < plan.num_rows
 
 
 @given(plans)
