@@ -163,6 +163,9 @@ def test_groups() -> None:
         (torch.distributed.GroupMember.NON_GROUP_MEMBER, "only members may call"),
         (object(), r"expected an object with rank\(\) and size\(\), such as a ProcessGroup, got object"),
         (SimpleNamespace(rank=0, size=1), "got SimpleNamespace"),
+        (SimpleNamespace(rank=lambda: 0), "got SimpleNamespace"),
+        (SimpleNamespace(size=lambda: 1), "got SimpleNamespace"),
+        (torch.zeros(2), "got Tensor"),  # has a size(), and no rank()
         (group(-1, 2), "expected a member, 0 <= rank < size, got rank -1 of size 2"),
         (group(2, 2), "got rank 2 of size 2"),
     ],
