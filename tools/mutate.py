@@ -28,7 +28,8 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("selection", "sharding", "visibility", "windows", "grid")
 TESTS = ("tests/test_grid.py", "tests/test_visibility.py", "tests/test_selection.py", "tests/test_sharding.py",
-         "tests/test_cases.py", "tests/test_ops.py", "tests/test_invariance.py", "tests/conformance")  # fmt: skip
+         "tests/test_bad_input.py", "tests/test_cases.py", "tests/test_against_reference.py", "tests/test_pooling.py",
+         "tests/test_ops.py", "tests/test_invariance.py", "tests/conformance")  # fmt: skip
 KNOWN = ROOT / "tools" / "equivalent_mutants.txt"
 # plain asserts: pytest's rewriting loader would come before ours, and load the room as it is
 OPTIONS = ("-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--assert=plain")
