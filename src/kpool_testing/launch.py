@@ -282,7 +282,11 @@ class _Outcome:
         if rank in self.lost:
             return self.lost[rank]
         answer = self.answers[rank]
-        return "returned" if answer.ok else answer.headline
+        fate = "returned" if answer.ok else answer.headline
+        if not answer.calls:
+            return f"{fate}; made no collective call"
+        last = answer.calls[-1]
+        return f"{fate}; its last call: {last.kind}#{last.seq} on group {last.group} at {last.site}"
 
 
 def _error(message: str, first: Answer, cause: BaseException | None) -> CollectiveError:
