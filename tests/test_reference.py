@@ -81,3 +81,20 @@ def test_fp32_scores_lie_within_the_bound_which_is_not_idle(use_relu: bool) -> N
     off = (single.double() - score).abs()
     assert bool((off <= error).all())
     assert float((off / error.clamp_min(1e-30)).max()) > 0.1, "a bound ten times too wide decides nothing"
+
+
+@pytest.mark.parametrize("name", ["hadamard", "fp8"])
+@pytest.mark.parametrize("dim", [1, 2, 16])
+def test_what_is_uncertain_before_a_transform_is_uncertain_after(name: str, dim: int) -> None:
+    """Move every element within its error, and the transformed vector moves within its own; sizes from 1 to 1e-9."""
+    generator = torch.Generator().manual_seed(dim)
+    size = 10.0 ** -torch.randint(0, 10, (4000, 1), generator=generator)
+    x = (torch.randn(4000, dim, generator=generator) * size).double()
+    error = 10.0 ** -torch.randint(0, 10, (4000, dim), generator=generator).double()
+    error[::3] = 0
+    moved = x + error * (2 * torch.rand(4000, dim, generator=generator) - 1)
+    bound = reference._transformed_error(x, error, name)
+    change = (reference.transform(moved, name).double() - reference.transform(x, name).double()).abs()
+    assert bool((change <= bound).all())
+    assert float((change / bound.clamp_min(1e-30)).max()) > 0.3
+    assert bool((bound[::3] == 0).all())

@@ -32,7 +32,11 @@ def check(seed: int) -> int:
 
 
 def test_a_few() -> None:
-    compared = sum(check(seed) for seed in range(12))
+    once_wrong = (
+        1016250,
+        1056778,
+    )  # the reference's bounds, not the selection: a drifting sum, an uncertain rotated key
+    compared = sum(check(seed) for seed in (*range(12), *once_wrong))
     assert compared > 200
 
 

@@ -171,6 +171,21 @@ def transform(x: Tensor, name: str) -> Tensor:
     return rounded
 
 
+def _transformed_error(x: Tensor, error: Tensor, name: str) -> Tensor:
+    """Bound of the error of ``transform(x)``, where ``x [..., D]`` is known within ``error``.
+
+    An uncertain element moves its whole rotated vector, each element by at most ``sum(error) / sqrt(D)``; then the same
+    number of steps of the result's format may be rounded away on both sides.
+    """
+    moved = error.sum(-1, keepdim=True) * x.shape[-1] ** -0.5
+    largest = transform(x, name).double().abs().amax(-1, keepdim=True) + moved
+    if name == "hadamard":
+        bound = moved + 2.0**-7 * largest
+    else:  # a scale may double; below the least amax the format's subnormal step is all that counts
+        bound = moved + 2.0**-3 * largest + 2.0**-9 * 1e-4 / 224
+    return torch.where(error.any(-1, keepdim=True), bound, 0.0).expand_as(error)
+
+
 def _walsh(x: Tensor) -> Tensor:
     """``[[W, W], [W, -W]] x`` of half the size on each half: Sylvester's construction."""
     if x.shape[-1] == 1:
@@ -337,10 +352,8 @@ def prepare(
     pooled, error = pool_keys(k, gate_score, ape, pool_size, starts, numerics)
     if pooled_keys is not None:
         pooled, error = _accept(pooled_keys.detach().cpu().double(), pooled, error)
-    if name != "none" and bool(error.any()):  # an uncertain element makes its whole rotated vector uncertain
-        step = 2.0**-7 if name == "hadamard" else 2.0**-3
-        turned = transform(pooled, name).double().abs().amax(-1, keepdim=True).expand_as(error)
-        error = torch.where(error.any(-1, keepdim=True), step * turned, 0.0)
+    if name != "none" and bool(error.any()):
+        error = _transformed_error(pooled, error, name)
     windows: list[list[Window]] = []
     for entry in range(batch):
         view = None if mask is None else (mask if mask.dim() == 2 else mask[min(entry, mask.shape[0] - 1)]).cpu()
