@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kpool import Visibility, pool_keys, reference
-from kpool.visibility import RowWindows
+from kpool.visibility import RowWindows, on_cpu
 from tests.support.calls import LAYOUTS, visibility_of
 
 CPU = torch.device("cpu")
@@ -181,6 +181,45 @@ def test_masks_of_many_rows_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("kpool.visibility._MASK_PIECE_BYTES", 1)
     pieces = windows(Visibility.from_mask(mask), 50, 30, 4, batch=2)
     assert torch.equal(whole.start, pieces.start) and torch.equal(whole.end, pieces.end)
+
+
+def test_rows_that_see_nothing_have_the_empty_window_0_0() -> None:
+    outside = Visibility.packed(torch.tensor([0, 2, 5]), torch.tensor([-1, 3, 5]))
+    padded = Visibility.left_padded(torch.tensor([[False, True, True]]))
+    for visibility, tokens, right in ((outside, 6, [[0, 0], [2, 4], [0, 0]]), (padded, 3, [[0, 0], [1, 2], [1, 3]])):
+        window = visibility.windows(rows=3, tokens=tokens, batch=1, pool_size=2)
+        assert torch.stack([window.start[0], window.end[0]], -1).tolist() == right
+
+
+def test_left_padding_of_no_tokens_and_of_no_rows() -> None:
+    nothing = Visibility.left_padded(torch.zeros(2, 0, dtype=torch.bool))
+    assert nothing.windows(rows=0, tokens=0, batch=2, pool_size=2).start.shape == (2, 0)
+    assert nothing.grid(tokens=0, pool_size=2, device=CPU).starts().shape == (2, 0)
+    no_rows = Visibility.left_padded(torch.ones(2, 3, dtype=torch.bool), queries=0)
+    assert no_rows.windows(rows=0, tokens=3, batch=2, pool_size=2).end.shape == (2, 0)
+
+
+def test_values_are_read_on_the_cpu_alone() -> None:
+    there = torch.ones(2, 3, dtype=torch.bool, device="meta")
+    assert on_cpu(torch.ones(1)) and not on_cpu(there) and not on_cpu(torch.ones(1), there)
+    assert Visibility.left_padded(there).kind == "left_padded"
+    index, real = torch.zeros(3, dtype=torch.int64, device="meta"), torch.tensor([0, 3])
+    for positions, cu_seqlens in ((index, None), (torch.tensor([2, 1, 0]), index), (index, real)):
+        assert Visibility.bounds(index, index, positions, cu_seqlens).kind == "bounds"
+
+
+def test_errors_name_the_first_wrong_place() -> None:
+    def bounds(*tensors: list[int] | None) -> Visibility:
+        return Visibility.bounds(*(None if t is None else torch.tensor(t) for t in tensors))
+
+    with pytest.raises(ValueError, match=r"got \[5, 3\) in row 1"):
+        bounds([2, 5, 9], [2, 3, 1])
+    with pytest.raises(ValueError, match="got 1 then 0 at slot 1"):
+        bounds([0], [1], [0, 1, 0, 3, 2])
+    with pytest.raises(ValueError, match="got 3 then 2 at slot 3"):
+        bounds([0], [1], [0, 1, 0, 3, 2], [0, 2, 5])
+    assert bounds([0], [1], [0, 1, 0, 3, 2], [0, 2, 4]).kind == "bounds"  # slot 4 is padding
+    assert bounds([0], [1], [1, 1, 0, 0, 7], [0, 0, 2, 5]).kind == "bounds"
 
 
 def test_what_holds_tensors_compares_by_identity() -> None:

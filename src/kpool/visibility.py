@@ -10,7 +10,7 @@ Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``P`` pool size, ``N`` pools, ``Bv`
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,8 +58,15 @@ class Visibility:
         if mask is not None:
             return Visibility.from_mask(mask)
         if varlen_starts is not None and varlen_ends is not None:
-            bounds = Visibility("bounds", None, 0, varlen_starts, varlen_ends, key_positions, cu_seqlens_kv)
-            return replace(bounds, of_fused_call=True)._checked()
+            bounds = Visibility(
+                "bounds",
+                starts=varlen_starts,
+                ends=varlen_ends,
+                key_positions=key_positions,
+                cu_seqlens=cu_seqlens_kv,
+                of_fused_call=True,
+            )
+            return bounds._checked()
         if cu_seqlens_kv is not None:
             return Visibility("packed", cu_seqlens=cu_seqlens_kv, of_fused_call=True)._checked()
         return Visibility.unlimited()
@@ -111,7 +118,9 @@ class Visibility:
         Raises:
             TypeError, ValueError: dtype, shape, or (on CPU) values: ``starts <= ends``, positions ascending.
         """
-        return Visibility("bounds", None, 0, starts, ends, key_positions, cu_seqlens)._checked()
+        return Visibility(
+            "bounds", starts=starts, ends=ends, key_positions=key_positions, cu_seqlens=cu_seqlens
+        )._checked()
 
     @staticmethod
     def from_mask(mask: Tensor) -> Visibility:
