@@ -58,11 +58,11 @@ def test_triton_is_not_chosen_for_pooled_keys_of_another_dtype(monkeypatch: pyte
 def test_why_not_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = {"heads": 32, "dim": 128, "pool_size": 4, "budget": 512}
     if importlib.util.find_spec("triton") is not None:
-        assert dispatch.why_not_triton("cuda", torch.bfloat16, **geometry) is None
-        assert dispatch.why_not_triton("cuda", torch.float64, **geometry) is not None
-    assert "on mps" in str(dispatch.why_not_triton("mps", torch.bfloat16, **geometry))
+        assert dispatch.why_not_triton(torch.device("cuda"), torch.bfloat16, **geometry) is None
+        assert dispatch.why_not_triton(torch.device("cuda"), torch.float64, **geometry) is not None
+    assert "on mps" in str(dispatch.why_not_triton(torch.device("mps"), torch.bfloat16, **geometry))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in str(dispatch.why_not_triton("cuda", torch.bfloat16, **geometry))
+    assert "not installed" in str(dispatch.why_not_triton(torch.device("cuda"), torch.bfloat16, **geometry))
 
 
 def test_the_reference_serves_every_layout(device: torch.device) -> None:

@@ -222,6 +222,28 @@ def test_errors_name_the_first_wrong_place() -> None:
     assert bounds([0], [1], [1, 1, 0, 0, 7], [0, 0, 2, 5]).kind == "bounds"
 
 
+def test_where_heads_are_ruled_out_there_are_none() -> None:
+    """`expand` then never looks for one, which on a GPU it could not find out by reading."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        tokens, pool_size = rng.randrange(1, 40), rng.choice([1, 2, 3, 5])
+        edges = sorted(rng.choices(range(tokens + 1), k=3))
+        valid = torch.zeros(2, tokens, dtype=torch.bool)
+        for row in valid:
+            row[rng.randrange(tokens) : rng.randrange(tokens + 1)] = True
+        starts = [
+            Visibility.causal(7, first=rng.randrange(9)),
+            Visibility.packed(torch.tensor([0, *edges]), torch.randint(-2, tokens + 3, (7,))),
+            Visibility.unlimited(),
+            Visibility.left_padded(valid),
+        ]
+        for visibility in starts:
+            view = windows(visibility, tokens if visibility.kind == "left_padded" else 7, tokens, pool_size, 2)
+            assert not view.heads and torch.equal(view.start, view.head_end), (seed, visibility.kind)
+    assert windows(Visibility.bounds(torch.tensor([1]), torch.tensor([3])), 1, 4, 2).heads
+    assert windows(Visibility.from_mask(torch.zeros(1, 4)), 1, 4, 2).heads
+
+
 def test_what_holds_tensors_compares_by_identity() -> None:
     """Tensors compared element by element give no truth value; in a dict or a cache the object itself counts."""
     one, other = Visibility.causal(3), Visibility.causal(3)

@@ -35,23 +35,23 @@ def chunk_bytes(argument: int | None, device: torch.device) -> int:
 
 
 def why_not_triton(
-    device_type: str, dtype: torch.dtype, heads: int, dim: int, pool_size: int, budget: int
+    device: torch.device, dtype: torch.dtype, heads: int, dim: int, pool_size: int, budget: int
 ) -> str | None:
     """Why the Triton path cannot serve a call, or None if it can."""
-    if device_type != "cuda":
-        return f"Triton kernels need a GPU, the tensors are on {device_type}"
+    if device.type != "cuda":
+        return f"Triton kernels need a GPU, the tensors are on {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install 'kpool[triton]')"
     from kpool.triton.configs import unsupported_reason
 
-    return unsupported_reason(dtype=dtype, heads=heads, dim=dim, pool_size=pool_size, budget=budget)
+    return unsupported_reason(dtype=dtype, heads=heads, dim=dim, pool_size=pool_size, budget=budget, device=device)
 
 
 def triton_pools(impl: str, k: Tensor, pool_size: int) -> bool:
     """Whether the Triton kernel pools the keys ``k [T, B, D]``: ``impl`` allows it, and serves ``D`` and ``P``."""
     if impl not in ("auto", "triton"):
         return False
-    return why_not_triton(k.device.type, k.dtype, 1, k.shape[2], pool_size, 1) is None
+    return why_not_triton(k.device, k.dtype, 1, k.shape[2], pool_size, 1) is None
 
 
 def choose(impl: str, q: Tensor, keys: Tensor, budget: int, pool_size: int) -> ModuleType:
@@ -67,7 +67,7 @@ def choose(impl: str, q: Tensor, keys: Tensor, budget: int, pool_size: int) -> M
 
         return naive
     if impl in ("auto", "triton"):
-        reason = why_not_triton(q.device.type, q.dtype, q.shape[2], q.shape[3], pool_size, budget)
+        reason = why_not_triton(q.device, q.dtype, q.shape[2], q.shape[3], pool_size, budget)
         if reason is None and keys.dtype != q.dtype:  # pooled by the caller: their product would not compile
             reason = f"the kernels take pooled keys of the dtype of q, {q.dtype}, got {keys.dtype}"
         if reason is None:

@@ -25,6 +25,7 @@ ORDERS = ("score", "position")
 HIDDEN = -(2**31)  # order key of a pool the row cannot see
 _NAN = HIDDEN + 1  # order key of a visible NaN: below -inf, above hidden
 _EXPAND_ELEMENTS = 1 << 18  # tokens expanded at a time: 1 MiB, stays in cache
+_EXPAND_ELEMENTS_ELSEWHERE = 1 << 23  # 32 MiB, few launches
 _TAIL_ROWS = 1 << 14  # rows whose tail is written at a time
 _FLAT_SORT_ELEMENTS = 1 << 15  # from this size on torch sorts a flat integer tensor by radix
 
@@ -118,10 +119,11 @@ def expand(
     width = selected + (pool_size - 1 if always_select_tail else 0)
     out = empty_int32((batch, rows, -(-width // width_multiple) * width_multiple), ids.device)
     out[..., width:] = -1
-    piece = max(1, _EXPAND_ELEMENTS // max(1, batch * selected))
+    elements = _EXPAND_ELEMENTS if ids.device.type == "cpu" else _EXPAND_ELEMENTS_ELSEWHERE
+    piece = max(1, elements // max(1, batch * selected))
     table = _token_table(starts if starts.dim() == 2 else starts[None], pool_size)
     edge = torch.arange(pool_size - 1, device=ids.device, dtype=torch.int32)
-    heads = pool_size > 1 and not (on_cpu(windows.start) and torch.equal(windows.start, windows.head_end))
+    heads = windows.heads and not (on_cpu(windows.start) and torch.equal(windows.start, windows.head_end))
     for row in range(0, rows, piece):
         part = slice(row, row + piece)
         _write_pools(out[:, part, :selected], ids[:, part], table)
@@ -153,7 +155,7 @@ def _rows(windows: RowWindows, part: slice) -> RowWindows:
     names = ("start", "end", "pool_lo", "pool_hi", "tail_start", "head_end")
     cut = {name: getattr(windows, name)[:, part] for name in names}
     mask = None if windows.mask is None else windows.mask[:, part]
-    return RowWindows(**cut, mask=mask, tail_in_pools=windows.tail_in_pools)
+    return RowWindows(**cut, mask=mask, heads=windows.heads, tail_in_pools=windows.tail_in_pools)
 
 
 def _write_pools(out: Tensor, ids: Tensor, table: Tensor) -> None:

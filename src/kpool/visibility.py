@@ -209,13 +209,13 @@ class Visibility:
             start, end = _mask_window(self.mask)
             return RowWindows.on_grid(grid, start, end, mask=self.mask)
         if self.valid is not None:
-            return RowWindows.on_grid(grid, *self._left_padded_window(self.valid, rows))
+            return RowWindows.on_grid(grid, *self._left_padded_window(self.valid, rows), heads=False)
         if self.kind == "packed":
-            return RowWindows.on_grid(grid, *self._packed_window(grid, rows, device))
+            return RowWindows.on_grid(grid, *self._packed_window(grid, rows, device), heads=False)
         if self.kind == "bounds":
             return RowWindows.on_grid(grid, *self._bounds_window(grid, tokens))
         end = (torch.arange(rows, device=device)[None] + (self.first + 1)).clamp_(max=tokens)
-        windows = RowWindows.on_grid(grid, torch.zeros_like(end), end)
+        windows = RowWindows.on_grid(grid, torch.zeros_like(end), end, heads=False)
         if self.kind == "causal":
             return windows
         everything: dict[str, Any] = {**vars(windows), "tail_in_pools": True}

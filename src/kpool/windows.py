@@ -31,6 +31,7 @@ class RowWindows:
         tail_start: the tail is ``[tail_start, end)``, fewer than ``P`` tokens.
         head_end: the head is ``[start, head_end)``, fewer than ``P`` tokens.
         mask: fp32 ``[Bv, S, T]`` or None; only finiteness counts, and only inside the window.
+        heads: False if every head is known to be empty: windows that start where a document does.
         tail_in_pools: the tail may lie in a visible pool (no limit was given), so it must be compared with the
             selection.
     """
@@ -42,10 +43,13 @@ class RowWindows:
     tail_start: Tensor
     head_end: Tensor
     mask: Tensor | None = None
+    heads: bool = True
     tail_in_pools: bool = False
 
     @staticmethod
-    def on_grid(grid: PoolGrid, start: Tensor, end: Tensor, mask: Tensor | None = None) -> RowWindows:
+    def on_grid(
+        grid: PoolGrid, start: Tensor, end: Tensor, mask: Tensor | None = None, *, heads: bool = True
+    ) -> RowWindows:
         """Derive pools, tail and head of the windows ``[start, end)``, int64 ``[Bv, S]``, on ``grid``."""
         pool_size = grid.pool_size
         empty = end <= start
@@ -66,7 +70,7 @@ class RowWindows:
         start, end, pool_lo, pool_hi, tail_start, head_end = (
             part.to(torch.int32) for part in (start, end, pool_lo, pool_hi, tail_start, head_end)
         )
-        return RowWindows(start, end, pool_lo, pool_hi, tail_start, head_end, mask)
+        return RowWindows(start, end, pool_lo, pool_hi, tail_start, head_end, mask, heads)
 
 
 def at(table: Tensor, index: Tensor) -> Tensor:

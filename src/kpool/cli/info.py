@@ -85,7 +85,7 @@ def device_facts(device: torch.device, args: argparse.Namespace) -> dict[str, An
     """Name, chosen implementation, reason and score buffer of one device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     dtype = getattr(torch, args.dtype)
-    reason = why_not_triton(device.type, dtype, args.heads, args.dim, args.pool, args.topk // args.pool)
+    reason = why_not_triton(device, dtype, args.heads, args.dim, args.pool, args.topk // args.pool)
     where = f"{CHUNK_VARIABLE} is set" if CHUNK_VARIABLE in os.environ else "default"
     return {
         "device": str(device),

@@ -7,7 +7,6 @@ compiles every entry for every target and fails on a spill or on a figure above 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -171,26 +170,28 @@ def target(device: torch.device) -> str:
         raise ValueError("q: expected a tensor on a GPU (or TRITON_INTERPRET=1), got one on the CPU")
     if device.type == "cpu" or not torch.cuda.is_available():
         return "sm_90"
-    name = _architecture(0 if device.index is None else device.index)
+    name = _architecture(device)
     if name not in TARGETS:
         raise ValueError(f"q: expected a GPU among {', '.join(TARGETS)}, got {name}")
     return name
 
 
-@functools.cache
-def _architecture(index: int) -> str:
-    """The table's name of CUDA or HIP device ``index``: minor revisions share the row of their family."""
-    if torch.version.hip:
-        return str(torch.cuda.get_device_properties(index).gcnArchName).split(":")[0]
-    return f"sm_{torch.cuda.get_device_capability(index)[0]}0"
+def _architecture(device: torch.device) -> str:
+    """The table's name of a CUDA or HIP device: minor revisions share the row of their family."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = torch.cuda.get_device_properties(index)
+    return str(properties.gcnArchName).split(":")[0] if torch.version.hip else f"sm_{properties.major}0"
 
 
-def unsupported_reason(*, dtype: torch.dtype, heads: int, dim: int, pool_size: int, budget: int) -> str | None:
+def unsupported_reason(
+    *, dtype: torch.dtype, heads: int, dim: int, pool_size: int, budget: int, device: torch.device | None = None
+) -> str | None:
     """Why the kernels cannot serve a call, or None if they can; decided from what every rank of a group shares.
 
     Args:
         dtype: of q; the kernels take bf16, whose products are exact in fp32.
         heads, dim, pool_size, budget: ``H``, ``D``, ``P``, ``M``.
+        device: of q; None for the current one. The ranks of a group have GPUs of one kind.
     """
     if dtype is not torch.bfloat16:
         return f"the kernels take bfloat16, q is {str(dtype).removeprefix('torch.')}"
@@ -202,6 +203,8 @@ def unsupported_reason(*, dtype: torch.dtype, heads: int, dim: int, pool_size: i
     ):
         if not 1 <= value <= most:
             return f"the kernels take {name} from 1 to {most}, this call has {value}"
-    if torch.cuda.is_available() and _architecture(torch.cuda.current_device()) not in TARGETS:
-        return f"the GPU is {_architecture(torch.cuda.current_device())}, the table has {', '.join(TARGETS)}"
+    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
+        name = _architecture(torch.device("cuda") if device is None else device)
+        if name not in TARGETS:
+            return f"the GPU is {name}, the table has {', '.join(TARGETS)}"
     return None

@@ -68,7 +68,7 @@ def select(
         ValueError: a shape, dtype or device the kernels do not serve.
     """
     reason = configs.unsupported_reason(
-        dtype=q.dtype, heads=q.shape[2], dim=q.shape[3], pool_size=pool_size, budget=budget
+        dtype=q.dtype, heads=q.shape[2], dim=q.shape[3], pool_size=pool_size, budget=budget, device=q.device
     )
     if reason is not None:
         raise ValueError(f"kpool.triton.select: expected a call the kernels serve, got one where {reason}")

@@ -77,6 +77,7 @@ class ScoreCall:
         tile = configs.score_config(configs.target(q.device), q.shape[2], q.shape[3], masked=mask is not None)
         ld = -(-keys.shape[0] // tile.items) * tile.items
         lo, hi = pool_lo.contiguous(), pool_hi.contiguous()
+        keys = keys if keys.stride(2) == 1 else keys.contiguous()  # strided dimensions do not fit the registers
         return ScoreCall(q, keys, weights, lo, hi, mask, pool_size, use_relu, dot_scale, tile, ld)
 
     @property
@@ -89,6 +90,10 @@ class ScoreCall:
         """Batch stride of ``pool_lo`` and ``pool_hi``; 0 where the batch shares them."""
         return 0 if self.pool_lo.shape[0] == 1 else self.pool_lo.shape[1]
 
+    def copies(self, transform: str) -> bool:
+        """Whether the kernel gets a copy of each piece of q: transformed, or its dimensions laid out one by one."""
+        return transform != "none" or self.q.stride(3) != 1
+
     def chunk_rows(self, chunk_bytes: int, ordered_budget: int, transform: str) -> int:
         """Local rows whose buffers fit in ``chunk_bytes``: a multiple of the row tile, at least one tile.
 
@@ -96,7 +101,7 @@ class ScoreCall:
         """
         _, batch, heads, dim = self.q.shape
         words = self.ld + 2 * self.groups_ld + 1 + ordered_budget
-        a_row = batch * (4 * words + (0 if transform == "none" else 12 * heads * dim))
+        a_row = batch * (4 * words + (12 * heads * dim if self.copies(transform) else 0))
         return max(self.tile.rows, chunk_bytes // a_row // self.tile.rows * self.tile.rows)
 
     def rows_of_q(self, piece: RowBlocks, transform: str) -> Tensor:
@@ -107,13 +112,14 @@ class ScoreCall:
             local = torch.arange(piece.count, device=self.q.device)
             row = local // piece.block * piece.stride + piece.offset + local % piece.block
             part = self.q.index_select(0, row.clamp_(max=self.q.shape[0] - 1))
-        return transform_rows(part, transform).to(self.keys.dtype)
+        return transform_rows(part, transform).to(self.keys.dtype).contiguous()
 
     def score(self, ranks: Tensor, best: Tensor, piece: RowBlocks, *, skip: int, transform: str) -> None:
         """Write the rank keys ``[B, count, ld]`` and group maxima of a piece."""
         total, batch, heads, dim = self.q.shape
         tile = self.tile
-        q = self.q if transform == "none" else self.rows_of_q(piece, transform)
+        copied = self.copies(transform)
+        q = self.rows_of_q(piece, transform) if copied else self.q
         aligned = all(x % tile.rows == 0 for x in (piece.offset, piece.block, piece.stride))
         row_tiles = -(-piece.block // tile.rows) + (0 if aligned else 1)
         mask = self.mask
@@ -149,7 +155,7 @@ class ScoreCall:
             piece.count,
             total,
             row_tiles,
-            int(transform != "none"),
+            int(copied),
             skip,
             H=heads,
             HP=configs.power_of_two(heads),
