@@ -218,6 +218,9 @@ def test_errors_name_the_first_wrong_place() -> None:
         bounds([0], [1], [0, 1, 0, 3, 2])
     with pytest.raises(ValueError, match="got 3 then 2 at slot 3"):
         bounds([0], [1], [0, 1, 0, 3, 2], [0, 2, 5])
+    with pytest.raises(ValueError, match="got 2 then 1 at slot 2"):
+        bounds([0], [1], [0, 1, 2, 1], [0, 4])
+    assert bounds([0], [1], [5, 0, 1], [0, 1, 3]).kind == "bounds"
     assert bounds([0], [1], [0, 1, 0, 3, 2], [0, 2, 4]).kind == "bounds"  # slot 4 is padding
     assert bounds([0], [1], [1, 1, 0, 0, 7], [0, 0, 2, 5]).kind == "bounds"
 
