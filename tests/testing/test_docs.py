@@ -4,13 +4,18 @@ A block marked `python` is run; in one document they share a namespace, top to b
 functions is a test file of its own and is given to pytest; marked `python fails` it must fail. A `text` block right
 after a `python` block is compared with the output, `...` standing for anything. `python no-run` is for what needs
 hardware or files a reader has.
+
+And docs/api.md names all that is public, and nothing that is not there.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib
 import importlib.util
 import io
+import pkgutil
 import re
 import sys
 from dataclasses import dataclass
@@ -26,6 +31,9 @@ pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parents[2]
 OWN_ARM = {"megatron.md"}  # needs megatron-core: tests/megatron runs it
 DOCUMENTS = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.name not in OWN_ARM)]
+API = ROOT / "docs" / "api.md"
+MEGATRON = "kpool.integrations.megatron"  # read, not imported: its package may not be installed
+DIRECTIVE = re.compile(r"^::: (?P<path>\S+)\n(?P<options>(?:[ ]+\S.*\n)*)", re.MULTILINE)
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
@@ -114,6 +122,38 @@ def test_the_manual_has_examples() -> None:
     assert sum(block.is_test_file for block in manual) >= 4
 
 
+def documented(text: str) -> set[str]:
+    """The names in the directives of a page: each one's own, and the members it lists."""
+    names: set[str] = set()
+    for match in DIRECTIVE.finditer(text):
+        names.add(match["path"])
+        names |= {f"{match['path']}.{member}" for member in re.findall(r"^ +- (\w+)$", match["options"], re.MULTILINE)}
+    return names
+
+
+def public(module: str) -> set[str]:
+    """The full names in a module's `__all__`."""
+    if module == MEGATRON:
+        tree = ast.parse((ROOT / "src" / module.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
+        (names,) = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+        return {f"{module}.{name}" for name in ast.literal_eval(names)}
+    return {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+
+
+@pytest.mark.parametrize("module", ["kpool", "kpool_testing", "kpool.integrations.transformers", MEGATRON])
+def test_every_public_name_is_in_the_api(module: str) -> None:
+    missing = public(module) - documented(API.read_text(encoding="utf-8"))
+    assert not missing, f"docs/api.md has no directive for {sorted(missing)}"
+
+
+def test_every_name_in_the_api_is_there() -> None:
+    names = documented(API.read_text(encoding="utf-8"))
+    of_megatron = {name for name in names if name.startswith(MEGATRON)}
+    assert of_megatron <= public(MEGATRON)
+    for name in sorted(names - of_megatron):
+        pkgutil.resolve_name(name)  # raises where there is none
+
+
 OUTPUTS = [
     ("a\nb1 c", True),
     ("a\n...\nd", True),
@@ -129,6 +169,10 @@ class TestCollector:
         text = "x\n```python\na = 1\n```\n\n```text\nout\n```\n```bash\nls\n```\n```python no-run\nb\n```\n"
         text += "```python fails\nc\n```\n"
         assert blocks(text) == [Block("python", "a = 1\n", 3, "out\n"), Block("python fails", "c\n", 16)]
+
+    def test_what_a_directive_names(self) -> None:
+        text = "::: a.b\n::: c\n    options:\n      show: true\n      members:\n        - D\n        - e\n\n- f\n"
+        assert documented(text) == {"a.b", "c", "c.D", "c.e"}
 
     def test_an_unknown_kind_is_refused(self) -> None:
         with pytest.raises(ValueError, match="unknown info string 'python3'"):
