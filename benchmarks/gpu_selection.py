@@ -14,6 +14,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kpool.cli import bench_gpu, png
 from kpool.cli.exits import CommandError
@@ -26,7 +27,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="*", help="sequence lengths (default 64k 256k 512k 1M)")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=330.0, help="start no further length after 60 %% of this")
+    parser.add_argument("--seconds", type=float, default=330.0, help="leave out lengths that would end after this")
     parser.add_argument("--order", choices=("score", "position"), default="score")
     parser.add_argument("--out", type=Path, default=Path(), help="folder for gpu_selection.json and .png")
     args = parser.parse_args()
@@ -35,14 +36,17 @@ def main() -> int:
     if args.interpret:
         few = {"ranks": min(args.ranks, 2), "repeats": 1, "heads": 4, "dim": 32, "topk": 32}
         options = replace(options, interpret=True, **few)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def keep(result: dict[str, Any]) -> None:
+        (args.out / "gpu_selection.json").write_text(json.dumps(result, indent=1) + "\n")
+        png.write_bars(args.out / "gpu_selection.png", result)
+
     try:
-        result = bench_gpu.run(options, lambda line: print(line, flush=True))
+        bench_gpu.run(options, lambda line: print(line, flush=True), keep)
     except CommandError as error:
         print(f"gpu_selection: {error}", file=sys.stderr)
         return error.code
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gpu_selection.json").write_text(json.dumps(result, indent=1) + "\n")
-    png.write_bars(args.out / "gpu_selection.png", result)
     return 0
 
 

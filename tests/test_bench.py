@@ -177,6 +177,27 @@ def test_a_gpu_is_measured_by_its_own_room(
     assert asked[1] == bench_gpu.Options((512, 1024), repeats=2)
 
 
+def test_a_gpu_length_that_would_end_too_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 tokens take 1 s, so 200 are thought to take 4 s, and 400 another 16; what is known is kept each time."""
+    pytest.importorskip("triton")
+    now, kept = [0.0], []
+
+    def measure_gpu(tokens: int, *_: Any) -> list[dict[str, Any]]:
+        now[0] += (tokens / 100) ** 2
+        return [{"tokens": tokens}]
+
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # put back afterwards
+    monkeypatch.setattr(bench_gpu, "Workload", lambda tokens, *_: tokens)
+    monkeypatch.setattr(bench_gpu, "measure", measure_gpu)
+    monkeypatch.setattr(bench_gpu, "line", str)
+    monkeypatch.setattr(bench_gpu, "_matrix_rate", lambda *_: 1.0)
+    monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: now[0])
+    options = bench_gpu.Options((100, 200, 400), seconds=20.0, interpret=True)
+    result = bench_gpu.run(options, lambda _: None, lambda so_far: kept.append(len(so_far["records"])))
+    assert result["records"] == [{"tokens": 100}, {"tokens": 200}] and result["left_out"] == [400]
+    assert kept == [1, 2] and result["seconds"] == 5.0
+
+
 def test_bars_of_a_gpu_grow_with_time(tmp_path: Path) -> None:
     """Read back by a decoder that is not ours: colours of the plans, heights in the order of the times."""
     image = pytest.importorskip("matplotlib.image")

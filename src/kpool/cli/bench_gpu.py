@@ -1,9 +1,9 @@
 """`kpool bench --device cuda`: how long selection takes on this GPU, whole and as each rank, and what limits it.
 
-Causal prefill, GLM-5.3-Flash's geometry by default. Pooling, scoring, selecting and the gather are timed apart with
-device events: medians, for ranks the slowest rank. Before anything is timed, sampled rows are compared with float64.
-The gather runs on as many GPUs as there are, up to ``ranks``; with one it is not timed, and its bytes are reported all
-the same.
+Causal prefill, GLM-5.3-Flash's geometry by default. Pooling, scoring, selecting, the gather and the expansion to tokens
+are timed apart with device events: medians, for ranks the slowest rank; the whole call as users make it, too. Before
+anything is timed, sampled rows are compared with float64. The gather runs on as many GPUs as there are, up to
+``ranks``; with one it is not timed, and its bytes are reported all the same.
 
 Needs torch, triton and numpy alone. Without a GPU the same code runs in Triton's interpreter on a few rows, with gloo
 processes for the gather, so that it cannot rot.
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from torch.multiprocessing.spawn import spawn
 
 from kpool import reference
 from kpool.cli.exits import UNAVAILABLE, CommandError
+from kpool.ops import fused_qk_topk_kpool
 from kpool.ranking import Ranking
+from kpool.selection import expand
 from kpool.sharding import RowBlocks, ShardPlan, all_gather
 from kpool.visibility import Visibility
 
@@ -50,7 +53,7 @@ class Options:
         ranks: size of the simulated tensor-parallel group.
         repeats: runs behind each median.
         order: ``"score"`` or ``"position"``.
-        seconds: no further length is started after 60 % of this time.
+        seconds: a length is left out if, at four times the time of one of half its size, it would end after this.
         interpret: run in Triton's interpreter on the CPU, a few rows alone.
         heads, dim, pool_size, topk: ``H``, ``D``, ``P`` and ``K``.
     """
@@ -121,10 +124,10 @@ class Workload:
         self.ape = normal(self.pool_size, self.dim).float()
         self.q = normal(self.rows, 1, self.heads, self.dim)
         self.weights = normal(self.rows, 1, self.heads).float()
-        windows = Visibility.causal(self.rows, first=tokens - self.rows).windows(
+        self.windows = Visibility.causal(self.rows, first=tokens - self.rows).windows(
             rows=self.rows, tokens=tokens, batch=1, pool_size=self.pool_size, device=device
         )
-        self.lo, self.hi = windows.pool_lo, windows.pool_hi
+        self.lo, self.hi = self.windows.pool_lo, self.windows.pool_hi
         self.pools = tokens // self.pool_size
         self.starts = torch.arange(self.pools, device=device, dtype=torch.int32) * self.pool_size
         self.keys = self.pool()
@@ -143,6 +146,18 @@ class Workload:
             self.q, self.keys, self.weights, self.lo, self.hi, None, pool_size=self.pool_size, budget=self.budget,
             rows=rows, use_relu=True, dot_scale=1.0, transform="none", order=self.order, chunk_bytes=_CHUNK_BYTES,
         )  # fmt: skip
+
+    def expand(self, ids: Tensor) -> Tensor:
+        """The tokens of ``ids [1, S, M]``, with tails."""
+        return expand(ids, self.starts, self.windows, pool_size=self.pool_size)
+
+    def fused(self) -> Tensor:
+        """Tokens of the whole call, from keys that are not pooled yet."""
+        return fused_qk_topk_kpool(
+            self.q, self.k, self.weights, self.budget * self.pool_size, self.pool_size, self.gate, self.ape,
+            varlen_starts=self.windows.start[0], varlen_ends=self.windows.end[0], return_index_scores=False,
+            order=self.order, score_chunk_bytes=_CHUNK_BYTES,
+        )[1]  # fmt: skip
 
     def parts(self, rows: RowBlocks, clock: Clock) -> tuple[float, float]:
         """Seconds of scoring and of selecting ``rows``, medians over runs of the sums over pieces."""
@@ -174,13 +189,13 @@ class Workload:
         return per_pair * self.rows * self.pools, per_pair * visible
 
     def plain(self) -> None:
-        """The public algorithm: every pool scored, masked, `topk`; at most 2 GiB at a time."""
+        """The public algorithm: every pool scored in fp32, masked, `topk`; at most 2 GiB at a time."""
         step = max(1, _PLAIN_CHUNK_BYTES // (4 * self.heads * self.pools))
-        keys = self.keys[:, 0].t()
+        keys = self.keys[:, 0].float().t()
         ids = torch.arange(self.pools, device=self.device)
         for row in range(0, self.rows, step):
             part = slice(row, min(row + step, self.rows))
-            dots = (self.q[part, 0] @ keys).float().relu_()
+            dots = (self.q[part, 0].float() @ keys).relu_()
             scores = torch.einsum("shn,sh->sn", dots, self.weights[part, 0])
             scores.masked_fill_(ids >= self.hi[0, part, None], float("-inf"))
             torch.topk(scores, min(self.budget, self.pools), dim=-1)
@@ -192,10 +207,10 @@ class Workload:
             CommandError: a row is wrong.
         """
         ids = self.select(RowBlocks.all(self.rows))[0].cpu()
-        keys, compared = self.keys[:, 0].cpu(), 0
+        keys, compared = self.keys[:, 0].double(), 0
         for row in torch.linspace(0, self.rows - 1, _CHECKED_ROWS).long().tolist():
             one = slice(row, row + 1)
-            score, error = reference.score_rows(self.q[one, 0].cpu(), keys, self.weights[one, 0].cpu())
+            score, error = (t.cpu() for t in reference.score_rows(self.q[one, 0], keys, self.weights[one, 0]))
             ranking = Ranking(score, error, torch.arange(self.pools)[None] < int(self.hi[0, row]))
             if bool(ranking.decided(self.budget)):
                 if set(ids[row].tolist()) != set(ranking.best(self.budget)[0].tolist()):
@@ -204,13 +219,13 @@ class Workload:
         return compared
 
     def peak(self) -> int:
-        """Bytes of one whole selection above inputs and output, on a GPU."""
+        """Bytes of one whole call above its inputs, its output and the pool ids, on a GPU."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        ids = self.select(RowBlocks.all(self.rows))
+        tokens = self.fused()
         torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated() - before - ids.numel() * 4)
+        return int(torch.cuda.max_memory_allocated() - before - 4 * (tokens.numel() + self.rows * self.budget))
 
 
 def measure(work: Workload, options: Options, clock: Clock, rate: float) -> list[dict[str, Any]]:
@@ -239,12 +254,22 @@ def measure(work: Workload, options: Options, clock: Clock, rate: float) -> list
         }  # fmt: skip
         if name != "whole":
             record |= _way_back(ShardPlan.of(name, work.rows, options.ranks), work, clock) | gather
-        elif clock.gpu:
-            record["peak_bytes_above_inputs_and_output"] = work.peak()
-        if name == "whole" and work.tokens <= PLAIN_TOKENS:
-            record["plain_s"] = clock(work.plain)
+        else:
+            record |= _whole_call(work, clock)
         records.append(record)
     return records
+
+
+def _whole_call(work: Workload, clock: Clock) -> dict[str, Any]:
+    """The call as users make it, its expansion alone, its memory, and the plain algorithm where that is short."""
+    expand_ids = partial(work.expand, work.select(RowBlocks.all(work.rows)))
+    found: dict[str, Any] = {"expand_s": clock(expand_ids), "fused_s": clock(work.fused)}
+    del expand_ids  # and the ids it holds, before memory is looked at
+    if clock.gpu:
+        found["peak_bytes_above_inputs_ids_and_output"] = work.peak()
+    if work.tokens <= PLAIN_TOKENS:
+        found["plain_s"] = clock(work.plain)
+    return found
 
 
 def _way_back(plan: ShardPlan, work: Workload, clock: Clock) -> dict[str, Any]:
@@ -281,8 +306,14 @@ def _gather_rank(rank: int, size: int, folder: str, rows: int, budget: int, opti
         dist.destroy_process_group()
 
 
-def run(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
+def run(
+    options: Options, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
     """Check and measure every length.
+
+    Args:
+        say: gets a line for people now and then.
+        keep: gets what is known so far after every length, so that a run which is ended leaves its figures.
 
     Raises:
         CommandError: there is no GPU, or a result is wrong.
@@ -299,21 +330,26 @@ def run(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     clock = Clock(device, options.repeats)
     rate = _matrix_rate(clock, device, 128 if options.interpret else 8192)
     say(f"{name}, torch {torch.__version__}, triton {triton.__version__}: bf16 product {rate / 1e12:.3g} TFLOP/s")
-    records: list[dict[str, Any]] = []
-    left_out = []
-    for tokens in options.lengths:
-        if time.monotonic() - began > options.seconds * 0.6:  # the next length takes at least twice the last
-            left_out.append(tokens)
-            continue
-        found = measure(Workload(tokens, options, device), options, clock, rate)
-        records += found
-        for record in found:
-            say(line(record))
-    return {
+    result: dict[str, Any] = {
         "device": name, "interpreted": options.interpret, "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__, "triton": triton.__version__, "matrix_flops_per_s": rate, "order": options.order,
-        "repeats": options.repeats, "left_out": left_out, "seconds": time.monotonic() - began, "records": records,
+        "repeats": options.repeats, "left_out": [], "records": [],
     }  # fmt: skip
+    last = 0.0  # seconds of the length before over its square: what the next takes grows with that
+    for tokens in options.lengths:
+        started = time.monotonic()
+        if started - began + last * tokens**2 > options.seconds:
+            result["left_out"].append(tokens)
+            continue
+        found = measure(Workload(tokens, options, device), options, clock, rate)
+        last = (time.monotonic() - started) / tokens**2
+        result["records"] += found
+        result["seconds"] = time.monotonic() - began
+        for record in found:
+            say(line(record))
+        if keep is not None:
+            keep(result)
+    return result
 
 
 def _matrix_rate(clock: Clock, device: torch.device, size: int) -> float:
@@ -330,6 +366,8 @@ def line(record: dict[str, Any]) -> str:
     out += f"  {record['fraction_of_matrix_rate']:6.1%} of the matrix rate"
     if record.get("gather_s") is not None:
         out += f"  gather {record['gather_s'] * 1e3:.2f} ms on {record['gather_ranks']} ranks"
+    if "fused_s" in record:
+        out += f"  whole call {record['fused_s'] * 1e3:.2f} ms"
     if "plain_s" in record:
-        out += f"  plain {record['plain_s'] * 1e3:.1f} ms, {record['plain_s'] / record['total_s']:.1f}x"
+        out += f"  plain {record['plain_s'] * 1e3:.1f} ms, {record['plain_s'] / record['fused_s']:.1f}x"
     return out
