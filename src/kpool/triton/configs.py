@@ -17,6 +17,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 MAX_HEADS = 64
 MAX_DIM = 128
 MAX_POOL_SIZE = 64
+MAX_MASKED_POOL = 4  # the score kernel reads the mask of wider pools one value a pool: their registers would spill
 MAX_BUDGET = 1024
 TILES = 64  # pool tiles one score program walks: its q tile is read once for as many
 DIMS = (16, 32, 64, 128)  # padded head dims of the table

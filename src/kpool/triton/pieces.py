@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from kpool.scoring import transform as transform_rows
+from kpool.scoring import unmasked_pools
 from kpool.sharding import RowBlocks
 from kpool.triton import configs
 from kpool.triton.score import EXCLUDED, GROUP, score_kernel
 
 GROUP_SIZE = int(GROUP.value)
 EXCLUDED_KEY = int(EXCLUDED.value)
+_MASK_PIECE = 1 << 26  # mask values looked at together
 
 
 def pieces(rows: RowBlocks, chunk_rows: int, tile: int) -> Iterator[tuple[int, RowBlocks]]:
@@ -73,7 +75,12 @@ class ScoreCall:
         use_relu: bool,
         dot_scale: float,
     ) -> ScoreCall:
-        """Look up the tile and lay the windows out row by row."""
+        """Look up the tile and lay the windows out row by row.
+
+        A mask over pools wider than ``MAX_MASKED_POOL`` is first read down to one value a pool, ``1 / P`` of its size.
+        """
+        if mask is not None and pool_size > configs.MAX_MASKED_POOL:
+            mask, pool_size = _mask_of_pools(mask, pool_size, keys.shape[0]), 1
         tile = configs.score_config(configs.target(q.device), q.shape[2], q.shape[3], masked=mask is not None)
         ld = -(-keys.shape[0] // tile.items) * tile.items
         lo, hi = pool_lo.contiguous(), pool_hi.contiguous()
@@ -171,3 +178,13 @@ class ScoreCall:
             UPCAST=configs.interpreted(),
             **tile.options(fusion=True),
         )
+
+
+def _mask_of_pools(mask: Tensor, pool_size: int, pools: int) -> Tensor:
+    """fp32 ``[Bv, S, N]``: 0 where every token of the pool is visible in ``mask [Bv, S, T]``, else -inf."""
+    out = mask.new_zeros((*mask.shape[:2], pools))
+    piece = max(1, _MASK_PIECE // max(1, mask.shape[0] * mask.shape[2]))
+    for row in range(0, mask.shape[1], piece):
+        part = slice(row, row + piece)
+        out[:, part].masked_fill_(~unmasked_pools(mask[:, part], pool_size, pools), -torch.inf)
+    return out
