@@ -283,7 +283,7 @@ class Visibility:
         position = position[None]
         inside = (position >= 0) & (position < grid.edges[:, -1:])
         start = at(grid.edges, grid.document_of(position))
-        return start.masked_fill(~inside, 0), (position + 1).masked_fill(~inside, 0)
+        return start, (position + 1).masked_fill(~inside, 0)  # an end of 0 makes a window empty
 
     def _bounds_window(self, grid: PoolGrid, tokens: int) -> tuple[Tensor, Tensor]:
         assert self.starts is not None and self.ends is not None
@@ -308,7 +308,7 @@ class Visibility:
         first, _ = self._span(valid)
         slot = torch.arange(valid.shape[1] - rows, valid.shape[1], device=valid.device).expand(valid.shape[0], -1)
         real = valid[:, valid.shape[1] - rows :]
-        return first[:, None].expand_as(slot).masked_fill(~real, 0), (slot + 1).masked_fill(~real, 0)
+        return first[:, None].expand_as(slot), (slot + 1).masked_fill(~real, 0)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, name: str, tokens: int | None = None) -> None:
