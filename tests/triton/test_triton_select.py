@@ -6,7 +6,11 @@ The same bits come out for every shard, chunk and buffer content.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -114,33 +118,115 @@ def test_sharded_is_whole(order: str, gpu: torch.device) -> None:
     assert (built.select(launch, blocks)[:, 2:] == -1).all()
 
 
-@pytest.mark.interpret
-def test_buffers_may_hold_anything(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deterministic mode fills fresh buffers with NaN and the largest integers; nothing of them may show."""
-    built = build(replace(SMALL, layout="mask", rows=6), gpu)
-    plain = built.select(launch, chunk_bytes=1)
-    before = torch.are_deterministic_algorithms_enabled()
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+def clean_and_dirty(case: Case, gpu: torch.device, *dirty: Callable[[], AbstractContextManager[None]]) -> None:
+    """Select and score in small pieces with fresh buffers, then the same with `dirty` ones; and both are right."""
+    built = build(case, gpu)
+    clean, scores = built.select(launch, chunk_bytes=1), built.scores(launch)
+    assert torch.equal(clean, built.expected())
+    for fill in dirty:
+        with fill():
+            again, scores_again = built.select(launch, chunk_bytes=1), built.scores(launch)
+        assert torch.equal(again, clean), fill
+        assert torch.equal(scores_again.view(torch.int32), scores.view(torch.int32)), fill
+
+
+@contextmanager
+def filled_by_torch() -> Iterator[None]:
+    """Deterministic mode fills every fresh tensor: NaN, and the largest integer, which is the best rank key."""
+    before, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[assignment]
     torch.use_deterministic_algorithms(True)
     try:
-        assert torch.equal(built.select(launch, chunk_bytes=1), plain)
-        assert torch.equal(built.scores(launch).nan_to_num(), built.scores(launch).nan_to_num())
+        yield
     finally:
         torch.use_deterministic_algorithms(before)
-    assert torch.equal(plain, built.expected())
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[assignment]
+
+
+@contextmanager
+def filled_with(value: int) -> Iterator[None]:
+    """Every buffer of a selection holds `value` before the first kernel runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        start = launch.Selection.__init__
+
+        def started(self: launch.Selection, *arguments: Any, **options: Any) -> None:
+            start(self, *arguments, **options)
+            for buffer in (self.out, self.ranks, self.best, self.groups, self.stay, self.ascending):
+                buffer.fill_(value)
+
+        patch.setattr(launch.Selection, "__init__", started)
+        yield
+
+
+# the best rank key, no key at all, the key of score 1.0, the id of a pool or group
+DIRTY = (filled_by_torch, *(partial(filled_with, value) for value in (2**31 - 1, -(2**31), 0x3F800000, 1)))
 
 
 @pytest.mark.interpret
-def test_rows_of_others_do_not_leak(gpu: torch.device) -> None:
-    """A rank's rows stay the same when every other row of q, weights and windows is poison."""
-    built = build(replace(SMALL, rows=6, batch=2), gpu)
+@pytest.mark.parametrize("layout", ["causal", "packed", "mask"])
+@pytest.mark.parametrize("order", ["score", "position"])
+def test_buffers_may_hold_anything(order: str, layout: str, gpu: torch.device) -> None:
+    """Nothing of what a buffer holds at first may show, nor in a last piece of rows that is shorter than the buffers.
+
+    Behind a mask rows see fewer pools than the budget.
+    """
+    budget = 9 if layout == "mask" else 3
+    clean_and_dirty(Case("dirty", rows=18, tokens=56, budget=budget, layout=layout, order=order), gpu, *DIRTY)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("order", ["score", "position"])
+@pytest.mark.parametrize("left_out", ["score", "last tile", "pick"])
+def test_a_buffer_that_is_not_written_is_noticed(
+    left_out: str, order: str, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plant a leak, in dirty buffers alone: a piece that is not scored, keys that are not stored, rows not picked."""
+    score, pick = launch.Selection.score, launch.Selection.pick
+    leaking = False
+
+    def scored(self: launch.Selection, piece: RowBlocks) -> None:
+        if not (leaking and left_out == "score" and piece.offset):
+            before = self.ranks.clone()
+            score(self, piece)
+            if leaking and left_out == "last tile":
+                shape = (self.batch, piece.count, self.call.ld)
+                held = self.batch * piece.count * self.call.ld
+                self.ranks[:held].view(shape)[..., 8:] = before[:held].view(shape)[..., 8:]
+
+    def picked(self: launch.Selection, first: int, piece: RowBlocks) -> None:
+        if not (leaking and left_out == "pick" and first):
+            pick(self, first, piece)
+
+    @contextmanager
+    def leak() -> Iterator[None]:
+        nonlocal leaking
+        leaking = True
+        with filled_with(2**31 - 1):
+            yield
+
+    monkeypatch.setattr(launch.Selection, "score", scored)
+    monkeypatch.setattr(launch.Selection, "pick", picked)
+    case = replace(SMALL, order=order, rows=18)
+    clean_and_dirty(case, gpu, nullcontext)
+    with pytest.raises(AssertionError, match="leak"):
+        clean_and_dirty(case, gpu, leak)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("layout", ["causal", "packed", "mask"])
+@pytest.mark.parametrize("order", ["score", "position"])
+def test_rows_of_others_do_not_leak(order: str, layout: str, gpu: torch.device) -> None:
+    """A rank's rows stay the same when every other row of q, weights, windows and mask is poison."""
+    built = build(replace(SMALL, rows=6, batch=2, layout=layout, order=order), gpu)
     mine = RowBlocks(2, 2, 6, 2)
     expected = built.select(launch, mine)
+    assert torch.equal(expected, built.expected()[:, 2:4])
     q, keys, weights, lo, hi = (t.clone() for t in built.tensors)
     others = torch.tensor([0, 1, 4, 5], device=gpu)
     q[others], weights[others] = float("nan"), float("nan")
     lo[:, others], hi[:, others] = 0, keys.shape[0]
-    assert torch.equal(replace(built, tensors=(q, keys, weights, lo, hi)).select(launch, mine), expected)
+    mask = None if built.mask is None else built.mask.index_fill(1, others, float("nan"))
+    assert torch.equal(replace(built, tensors=(q, keys, weights, lo, hi), mask=mask).select(launch, mine), expected)
 
 
 def test_nothing_to_select_from(gpu: torch.device) -> None:
