@@ -1,7 +1,8 @@
 """Every scenario on every arm: each rank returns the unsharded rows bit for bit, and those are the reference's.
 
 Arms: `replay` (a patched all-gather, no process group), `ranks` (simulated process group; real ones with
-`--ranks-backend`), `gloo` and `nccl` (one process a rank, by marker).
+`--ranks-backend`), `gloo` (one process a rank, by marker), `nccl` (`--ranks-backend=nccl -m nccl`: `ranks` again, one
+GPU a rank).
 """
 
 from __future__ import annotations
@@ -22,6 +23,31 @@ from tests.support.properties import agrees_with_reference, same_as_reference, s
 
 MOST_PROCESSES = 4  # scenarios of more ranks run on this many real ones
 by_name = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`where` the ranks have their tensors: each device there is; with real NCCL ranks each has its own GPU."""
+    if "where" not in metafunc.fixturenames:
+        return
+    if metafunc.config.getoption("--ranks-backend") == "nccl":
+        metafunc.parametrize("where", [pytest.param(None, id="own-gpu", marks=pytest.mark.nccl)])
+    else:
+        metafunc.parametrize("where", [torch.device(name) for name in DEVICES], ids=str)
+
+
+def real_size(backend: str, wanted: int) -> int:
+    """How many ranks a scenario of `wanted` runs on; NCCL takes one GPU a rank, and one rank alone shows nothing."""
+    if backend == "fake":
+        return wanted
+    if backend != "nccl":
+        return min(wanted, MOST_PROCESSES)
+    found = torch.cuda.device_count()
+    if found < 2:
+        pytest.skip(f"needs 2 GPUs or more, torch sees {found}: {2 - found} short")
+    return min(wanted, found)
 
 
 def body_of(scenario: Scenario, device: torch.device | None) -> Callable[[Any], Tensor]:
@@ -129,19 +155,20 @@ class TestRanks:
         self,
         scenario: Scenario,
         ranks: Callable[..., kpool_testing.Run],
-        device: torch.device,
+        where: torch.device | None,
         request: pytest.FixtureRequest,
     ) -> None:
-        backend = request.config.getoption("--ranks-backend")
-        size = scenario.size if backend == "fake" else min(scenario.size, MOST_PROCESSES)
-        nccl = backend == "nccl"
-        run = ranks(body_of(scenario, None if nccl else device), size=size)
-        check_run(scenario, run, size, whole_of(scenario, torch.device("cuda") if nccl else device))
+        size = real_size(request.config.getoption("--ranks-backend"), scenario.size)
+        run = ranks(body_of(scenario, where), size=size)
+        check_run(scenario, run, size, whole_of(scenario, torch.device("cuda") if where is None else where))
 
-    def test_scores_cannot_be_returned(self, ranks: Callable[..., kpool_testing.Run], device: torch.device) -> None:
-        call = SEED[0].call().to(device)
+    def test_scores_cannot_be_returned(
+        self, ranks: Callable[..., kpool_testing.Run], where: torch.device | None, request: pytest.FixtureRequest
+    ) -> None:
+        size = real_size(request.config.getoption("--ranks-backend"), 2)
+        call = SEED[0].call().to(torch.device("cpu") if where is None else where)
         with pytest.raises(ValueError, match="return_index_scores: expected False with query_shard_group, got True"):
-            ranks(lambda group: call.run(query_shard_group=group, return_index_scores=True))
+            ranks(lambda group: call.run(query_shard_group=group, return_index_scores=True), size=size)
 
 
 @pytest.fixture(scope="module")
@@ -164,15 +191,6 @@ class TestGloo:
         call = SEED[0].call()
         with pytest.raises(ValueError, match="return_index_scores: expected False with query_shard_group, got True"):
             gloo(lambda group: call.run(query_shard_group=group, return_index_scores=True), 2)
-
-
-@pytest.mark.nccl
-class TestNccl:
-    @by_name
-    def test_replicated(self, scenario: Scenario) -> None:
-        size = min(scenario.size, torch.cuda.device_count())
-        run = kpool_testing.run_ranks(body_of(scenario, None), size, backend="nccl")
-        check_run(scenario, run, size, whole_of(scenario, torch.device("cuda")))
 
 
 @pytest.mark.parametrize("plan", ["contiguous", "block_cyclic"])

@@ -141,12 +141,13 @@ FUSED = {  # name: (visibility, options)
     "packed fp8": ("packed", {"fp8_indexer": True}),
     "positions": ("positions", {}),
     "mask": ("mask", {}),
+    "mask of wide pools": ("mask", {"pool_size": 16}),
     "no tail": ("bounds", {"always_select_tail": False, "width_multiple": 64, "score_chunk_bytes": 1 << 20}),
 }
 fused = pytest.mark.parametrize("name", FUSED)
 
 
-def fused_tensors(kind: str, seed: int) -> dict[str, Tensor]:
+def fused_tensors(kind: str, seed: int, pool_size: int = 4) -> dict[str, Tensor]:
     """The tensor arguments of a fused call of 2048 tokens, every one on the device; `seed` decides all values."""
     rng = torch.Generator("cuda").manual_seed(seed)
 
@@ -172,7 +173,7 @@ def fused_tensors(kind: str, seed: int) -> dict[str, Tensor]:
         "k": normal(TOKENS, 1, DIM),
         "weights": normal(TOKENS, 1, HEADS).float(),
         "gate_score": normal(TOKENS, 1, DIM),
-        "ape": normal(4, DIM).float(),
+        "ape": normal(pool_size, DIM).float(),
         **visibility,
     }
 
@@ -185,7 +186,7 @@ def fused_call(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
 @fused
 def test_the_fused_call_never_waits_for_the_device(name: str) -> None:
     kind, options = FUSED[name]
-    tensors = fused_tensors(kind, 0)
+    tensors = fused_tensors(kind, 0, options.get("pool_size", 4))
     expected = fused_call(tensors, options)  # compiles
     with no_synchronisation():
         tokens = fused_call(tensors, options)
@@ -197,7 +198,7 @@ def test_the_fused_call_never_waits_for_the_device(name: str) -> None:
 def test_the_fused_call_can_be_captured_in_a_graph(name: str) -> None:
     """Captured once, replayed on other values of every tensor: queries, keys, gates, bounds and document edges."""
     kind, options = FUSED[name]
-    static, others = fused_tensors(kind, 0), fused_tensors(kind, 1)
+    static, others = (fused_tensors(kind, seed, options.get("pool_size", 4)) for seed in (0, 1))
     before, expected = fused_call(static, options), fused_call(others, options)
     assert not torch.equal(before, expected)
     torch.cuda.synchronize()

@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from kpool import dispatch
 from kpool.sharding import RowBlocks
 from kpool.triton import configs, launch
 from kpool.triton.pieces import pieces
+from tests.conformance.test_compiled import compiled
+from tests.support.calls import exact_call
+from tests.support.properties import same_rows
 from tests.triton.cases import Case, build
 
 CASE = Case("operator", rows=2, tokens=24, budget=2)
@@ -62,6 +66,25 @@ def test_compiled_and_checkpointed_calls_repeat(gpu: torch.device) -> None:
     total = checkpoint(lambda x: call(x.bfloat16()), q, use_reentrant=False)
     total.backward()
     assert torch.equal(q.grad, torch.ones_like(q))
+
+
+@pytest.mark.interpret
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # the compiler does it
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [("causal", {}), ("packed", {"order": "position"}), ("mask", {}), ("window", {"fp8_indexer": True})],
+)
+def test_the_fused_call_compiles_around_its_kernels(
+    layout: str, options: dict[str, Any], gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pooled, scored and selected by kernels inside one graph; the interpreter's tensors are let in for this."""
+    if configs.interpreted():
+        monkeypatch.setattr(dispatch, "why_not_triton", lambda *arguments: None)
+    torch._dynamo.reset()
+    call = exact_call(13, layout, rows=24, dim=8, pool_size=4, **options).to(gpu)
+    tokens = compiled(call.with_options(impl="triton"))
+    assert same_rows(call.run(impl="triton"), tokens, layout) == 24
+    assert same_rows(call.by_definition(), tokens, "reference") == 24
 
 
 @given(
