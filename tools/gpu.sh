@@ -20,7 +20,7 @@ import importlib.util, sys
 print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name.replace('-', '_')) is None))" "$@"
 }
 
-missing=$(lacks torch triton numpy pytest pytest-timeout hypothesis cloudpickle)
+missing=$(lacks torch triton numpy pytest pytest-timeout hypothesis cloudpickle safetensors)
 if [ -n "$missing" ]; then
     printf 'tools/gpu.sh: %s lacks %s\n' "$python" "$missing" >&2
     exit 2
@@ -38,7 +38,7 @@ if [ "${1:-}" = nccl ]; then
 fi
 
 run+=(--require-gpus 1 --timeout 900 --ignore=tests/testing --ignore=tests/test_packaging.py)
-missing=$(lacks rich psutil safetensors matplotlib)
+missing=$(lacks rich psutil matplotlib)
 if [ -n "$missing" ]; then
     printf 'tools/gpu.sh: without the tests of the command line, for lack of %s\n' "$missing" >&2
     for file in bench captures cli plot report; do
