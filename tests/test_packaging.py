@@ -146,3 +146,41 @@ def test_every_tox_arm_has_something_to_install() -> None:
     assert len(lists) > 15
     alone = [name for name, deps in lists.items() if any(deps) and all(d.startswith("-c") for d in deps if d)]
     assert alone == []
+
+
+def test_importing_kpool_does_not_import_torch_and_its_rooms_are_there_when_asked_for() -> None:
+    code = """
+import sys
+import kpool
+assert "torch" not in sys.modules and "kpool.ops" not in sys.modules
+assert set(kpool.__all__) <= set(dir(kpool))
+assert kpool.reference.__name__ == "kpool.reference" and kpool.ShardPlan is kpool.sharding.ShardPlan
+assert vars(kpool)["ShardPlan"] is kpool.ShardPlan  # found without asking from now on
+for name in ("nothing", "_nothing"):
+    assert not hasattr(kpool, name), name
+print("yes")
+"""
+    assert python(code) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("first", "argument", "policy"),
+    [
+        ("", "info", "passive"),
+        ("", "bench", None),
+        ("import torch", "info", None),  # too late
+        ("os.environ['OMP_WAIT_POLICY'] = 'active'", "info", "active"),
+    ],
+)
+def test_the_command_line_lets_threads_sleep_where_it_can(first: str, argument: str, policy: str | None) -> None:
+    code = f"""
+import contextlib, os, sys
+os.environ.pop("OMP_WAIT_POLICY", None)
+{first}
+from kpool.cli import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
+    main([{argument!r}, "--help"])
+assert "torch" in sys.modules
+print(os.environ.get("OMP_WAIT_POLICY"))
+"""
+    assert python(code) == str(policy)

@@ -10,8 +10,7 @@ Shapes: ``S`` rows, ``T`` keys, ``B`` batch, ``P`` pool size, ``N`` pools, ``Bv`
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -218,10 +217,8 @@ class Visibility:
         windows = RowWindows.on_grid(grid, torch.zeros_like(end), end, heads=False)
         if self.kind == "causal":
             return windows
-        everything: dict[str, Any] = {**vars(windows), "tail_in_pools": True}
-        everything["pool_lo"] = torch.zeros_like(windows.pool_lo)
-        everything["pool_hi"] = torch.full_like(windows.pool_hi, tokens // pool_size)
-        return RowWindows(**everything)
+        none, all_pools = torch.zeros_like(windows.pool_lo), torch.full_like(windows.pool_hi, tokens // pool_size)
+        return replace(windows, pool_lo=none, pool_hi=all_pools, tail_in_pools=True)
 
     def _name(self, field: str) -> str:
         return _FUSED_NAMES.get(field, field) if self.of_fused_call else field

@@ -41,15 +41,27 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _let_threads_sleep(arguments: Sequence[str]) -> None:
+    """Have OpenMP's threads wait asleep instead of spinning; it reads this when torch is loaded.
+
+    Spinning is a little faster on a machine of one's own, which is what `bench` measures, and several times slower on
+    cores that others use.
+    """
+    if "torch" not in sys.modules and arguments[:1] != ["bench"]:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
         argv: the arguments, without the program's name; None means those of the process.
     """
+    arguments = sys.argv[1:] if argv is None else argv
+    _let_threads_sleep(arguments)
     try:
         parser = build_parser()
-        if not (sys.argv[1:] if argv is None else argv):
+        if not arguments:
             parser.print_help(sys.stderr)
             parser.exit(USAGE)
         args = parser.parse_args(argv)

@@ -220,12 +220,11 @@ class Workload:
 
     def peak(self) -> int:
         """Bytes of one whole call above its inputs, its output and the pool ids, on a GPU."""
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         tokens = self.fused()
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated() - before - 4 * (tokens.numel() + self.rows * self.budget))
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        return int(peak - before - 4 * (tokens.numel() + self.rows * self.budget))
 
 
 def measure(work: Workload, options: Options, clock: Clock, rate: float) -> list[dict[str, Any]]:
