@@ -123,11 +123,11 @@ class Outcome:
             f"{args.ranks} ranks on {args.backend} ({_HOW[args.backend]}), {args.shard_plan} rows"
         )
         table = Table(title=title, title_justify="left")
-        for name in ("rank", "rows", "work", "time", "sent", "gathered", "against unsharded"):
+        for name in ("rank", "rows", "work", "sent", "gathered", "against unsharded"):
             table.add_column(name, justify="right")
         for r in self.ranks:
             same = "[green]identical[/]" if not r.differing_rows else f"[red]{r.differing_rows:,} rows differ[/]"
-            cells = (r.rank, f"{r.rows:,}", f"{r.work:.1%}", view.duration(r.seconds), view.size(r.sent))
+            cells = (r.rank, f"{r.rows:,}", f"{r.work:.1%}", view.size(r.sent))
             table.add_row(*map(str, cells), view.size(r.gathered), same)
         return table
 

@@ -113,7 +113,7 @@ def _verdict(code: int, words: str = "") -> str:
 
 def _ranks(outcome: Outcome) -> str:
     head = "".join(
-        f'<th scope="col">{name}</th>' for name in ("", "rows", "work", "time", "sent", "gathered", "against unsharded")
+        f'<th scope="col">{name}</th>' for name in ("", "rows", "work", "sent", "gathered", "against unsharded")
     )
     body = ""
     for r in outcome.ranks:
@@ -121,7 +121,7 @@ def _ranks(outcome: Outcome) -> str:
         same = "identical" if not r.differing_rows else f"&#9888; {r.differing_rows:,} rows differ"
         if r.first_difference is not None:
             same += f", first: batch {r.first_difference[0]} row {r.first_difference[1]:,}"
-        cells = (f"{r.rows:,}", bar, view.duration(r.seconds), view.size(r.sent), view.size(r.gathered), same)
+        cells = (f"{r.rows:,}", bar, view.size(r.sent), view.size(r.gathered), same)
         body += f'<tr><th scope="row">rank {r.rank}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
     return (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
