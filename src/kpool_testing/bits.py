@@ -1,4 +1,4 @@
-"""Tensors as bits: equality that tells NaN payloads and signed zeros apart, and where two tensors first differ."""
+"""Tensors as bits: equality that tells NaN payloads and signed zeros apart, the first difference, and poison."""
 
 from __future__ import annotations
 
@@ -43,3 +43,24 @@ def first_difference(left: torch.Tensor, right: torch.Tensor) -> tuple[int, ...]
         index.append(position % extent)
         position //= extent
     return tuple(reversed(index))
+
+
+def poison(tensor: torch.Tensor, rank: int) -> None:
+    """Fill a tensor with what spoils whatever reads it, another on every rank: NaN, a huge integer, True.
+
+    A NaN carries the rank in its payload, which sums and products in fp32 and fp64 keep, so that results computed from
+    it are not bit-identical over ranks even where all of them are NaN.
+    """
+    with torch.no_grad():
+        target = tensor.detach()
+        if target.is_complex():
+            target = torch.view_as_real(target)
+        if target.dtype is torch.bool:
+            target.fill_(True)
+        elif not target.is_floating_point():
+            target.fill_(torch.iinfo(target.dtype).max - rank % 64)
+        else:
+            target.fill_(float("nan"))
+            whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(target.element_size())
+            if whole is not None:
+                target.view(whole).add_(rank % 32)  # bfloat16 has six bits of payload beside the quiet one

@@ -136,19 +136,6 @@ def snapshot(sent: Any) -> Any:
     return sent
 
 
-def poison(tensors: Sequence[Tensor]) -> None:
-    """Fill tensors with values that spoil whatever reads them: NaN, the largest integer, True."""
-    with torch.no_grad():
-        for tensor in tensors:
-            target = tensor.detach()
-            if target.is_floating_point() or target.is_complex():
-                target.fill_(float("nan"))
-            elif target.dtype is torch.bool:
-                target.fill_(True)
-            else:
-                target.fill_(torch.iinfo(target.dtype).max)
-
-
 class Watched:
     """The tensors of a call in flight, and whether anybody has written to them since it was posted."""
 

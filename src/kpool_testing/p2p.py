@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kpool_testing import dialects
+from kpool_testing.bits import poison
 from kpool_testing.checks import MismatchError
-from kpool_testing.matching import poison
 from kpool_testing.trace import Call, user_site
 from kpool_testing.works import PeerWork
 
@@ -100,7 +100,8 @@ class PointToPoint:
         work.outputs_arrive(tensors)
         simulation.faults.apply(simulation, simulation.seat(), str(work), None)
         simulation.mailbox(self.key).receives.append(Post(source, self._place, tag, list(tensors), work))
-        poison(tensors)
+        for tensor in tensors:
+            poison(tensor, self.ranks[self._place])
         work.watch([])
         self._meet()
         return work

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from kpool_testing.bits import has_data, same_bits
+from kpool_testing.bits import has_data, poison, same_bits
 from kpool_testing.checks import (
     AsyncError,
     CollectiveError,
@@ -264,19 +264,21 @@ class _Work:
         self._done = False
 
     def poison(self) -> None:
+        """Spoil the output; a rank that is alone has its result at once, as in `simulate`."""
         if not has_data(self._output):
             return
-        inexact = self._output.is_floating_point() or self._output.is_complex()
+        if self._state.size == 1:
+            self._arrive()
+        else:
+            poison(self._output, self._state.rank)
+        # An input that is a slot of the output is still what the rank sends.
+        sent = self._state.known[self._number][self._state.rank].payload
         with torch.no_grad():
-            if inexact:
-                self._output.fill_(float("nan"))
-            elif self._output.dtype is torch.bool:
-                self._output.fill_(True)
-            else:
-                self._output.fill_(torch.iinfo(self._output.dtype).max)
-            # An input that is a slot of the output is still what the rank sends.
-            sent = self._state.known[self._number][self._state.rank].payload
             self._given.detach().copy_(sent)
+
+    def _arrive(self) -> None:
+        with torch.no_grad():
+            self._output.copy_(self._state.answer(self._number))
 
     def wait(self, timeout: Any = None) -> bool:
         """Write the result; raises AsyncError if the input was changed since the call."""
@@ -288,8 +290,7 @@ class _Work:
             message = f"rank {self._state.rank}: the input of {_KIND}#{self._number} at {sent.site} "
             raise self._state.failure(AsyncError, message + "was changed before wait()")
         if has_data(self._output):
-            with torch.no_grad():
-                self._output.copy_(self._state.answer(self._number))
+            self._arrive()
         return True
 
     def is_completed(self) -> bool:

@@ -114,6 +114,10 @@ class SlotWork(SimWork):
         if answers is not None and self._outputs:
             deliver(self._outputs, answers[self._request.place])
 
+    def arrive(self) -> None:
+        """Write the result ahead of `wait()`; the call is complete."""
+        self._take()
+
 
 class JoinedWork(SimWork):
     """Handle on several works at once, as coalescing returns it."""

@@ -28,11 +28,12 @@ import torch
 import torch.distributed as dist
 
 from kpool_testing.baton import Baton, Seat, Unwind
+from kpool_testing.bits import poison
 from kpool_testing.checks import AsyncError, CollectiveError, DeadlockError, MismatchError
 from kpool_testing.faults import DropOut, Fault, Faults
 from kpool_testing.install import installed, leave_groups
 from kpool_testing.isolation import CallerModes, RankState
-from kpool_testing.matching import Answer, Request, Slot, poison, snapshot
+from kpool_testing.matching import Answer, Request, Slot, snapshot
 from kpool_testing.p2p import Mailbox
 from kpool_testing.process_group import SimGroup
 from kpool_testing.report import diagnosed_once, failure_of, raise_outcome, rank_lines
@@ -257,7 +258,9 @@ class Simulation:
             sent: what this rank sends; `compute` gets the list of all ranks' in group order.
             outputs: tensors that receive this rank's part of what `compute` returns.
             inputs: tensors that are only read.
-            spoiled: outputs to poison while in flight; all of them by default.
+            spoiled: outputs to poison while in flight; all of them by default. A rank that is alone waits for nobody:
+                its result is there at once, so that a program which reads too early is right on one rank and wrong on
+                more, and a comparison of the two says so.
         """
         seat = self.seat()
         self.baton.check(seat)
@@ -272,13 +275,17 @@ class Simulation:
         work = SlotWork(self, slot, request, what)
         if async_op:
             request.sent = snapshot(sent)
-            poison(outputs if spoiled is None else spoiled)
-            work.watch(inputs)
+            for output in outputs if spoiled is None else spoiled:
+                poison(output, seat.rank)
             self.pending[seat.rank][work] = None
         if slot.add(request):
             del self.slots[group.key, seq]
             slot.finish()
             self.wake_slot(slot)
+            if async_op and len(group.ranks) == 1:
+                work.arrive()
+        if async_op:
+            work.watch(inputs)
         if not async_op:
             work.wait()
         return work

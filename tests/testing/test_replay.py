@@ -259,6 +259,19 @@ def test_an_async_gather_is_poisoned_until_wait() -> None:
     assert replay(early, 2).results == [(True, True, [0.0, 0.0, 1.0, 1.0])] * 2
 
 
+def test_a_rank_that_is_alone_has_its_gather_at_once() -> None:
+    """A program that reads too early is then right on one rank and wrong on more, which a comparison shows."""
+
+    def early(group: FakeGroup) -> tuple[list[float], list[float]]:
+        work, output, _ = post(group)
+        early = output.tolist()
+        work.wait()
+        return early, output.tolist()
+
+    assert replay(early, 1).results == [([0.0, 0.0], [0.0, 0.0])]
+    assert str(replay(early, 2).results[1]) == "([nan, nan, nan, nan], [0.0, 0.0, 1.0, 1.0])"
+
+
 def test_an_async_gather_nobody_waits_for_is_an_error() -> None:
     with pytest.raises(AsyncError, match=r"rank 0: all_gather_single#0 at .* was never waited for"):
         replay(lambda group: post(group) and None, 2)
