@@ -45,8 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-randomly draws its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; refuse `world` without a launcher or under xdist."""
+    """Register the marker; refuse `world` without a launcher or under xdist; let its ranks run in one order."""
     config.addinivalue_line(
         "markers",
         f"world_size(*sizes): run the test once per group size with the fixtures `ranks` and `fake_group` "
@@ -59,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(
                 "--ranks-backend=world needs a launcher: torchrun --nproc-per-node=N -m pytest --ranks-backend=world"
             )
+        if getattr(config.option, "randomly_seed", None) in ("default", "last"):
+            config.option.randomly_seed = 0  # else every rank has its own order of tests, and its own random data
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -336,10 +336,33 @@ class TestRealProcesses:
         assert len(list(inner.path.glob("ran-*"))) == 2
 
 
-def launch(folder: Path) -> subprocess.CompletedProcess[str]:
+    def test_ranks_under_torchrun_run_in_one_order_with_the_same_random_data(self, inner: pytest.Pytester) -> None:
+        pytest.importorskip("pytest_randomly")
+        write(
+            inner,
+            """
+    import random
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("case", range(12))
+    def test_it(ranks, case):
+        mine = (case, random.random())
+        def body(group):
+            found = [None] * group.size()
+            dist.all_gather_object(found, mine)
+            return found
+        assert ranks(body).results == [[mine] * 2] * 2
+""",
+        )
+        done = launch(inner.path, "-p", "randomly")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("12 passed") == 2, done.stdout
+
+
+def launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pytest"]
     return subprocess.run(
-        [*command, "--ranks-backend=world", "-p", "no:randomly"],
+        [*command, "--ranks-backend=world", *(options or ("-p", "no:randomly"))],
         cwd=folder,
         capture_output=True,
         text=True,
