@@ -335,7 +335,6 @@ class TestRealProcesses:
         assert done.stdout.count("2 passed, 1 skipped") == 2, done.stdout
         assert len(list(inner.path.glob("ran-*"))) == 2
 
-
     def test_ranks_under_torchrun_run_in_one_order_with_the_same_random_data(self, inner: pytest.Pytester) -> None:
         pytest.importorskip("pytest_randomly")
         write(
