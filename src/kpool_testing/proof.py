@@ -111,7 +111,8 @@ def assert_matches_unsharded(
         The number of comparisons made.
 
     Raises:
-        AssertionError: lists every failing size and case with the first difference, or says that nothing was compared.
+        AssertionError: lists the failing sizes and cases with the first difference, the first of them in full; or says
+            that nothing was compared.
         ValueError: `fn` returned None in a group of one, so that there is nothing to compare.
     """
     __tracebackhide__ = True
@@ -124,7 +125,11 @@ def assert_matches_unsharded(
     for case in [None] if cases is None else cases:
         body = fn if plain else lambda group, case=case: fn(group, case)
         label = "" if plain else f", case {case!r}"
-        whole = _whole(runner(body, 1).results, combine)[0]
+        try:
+            whole = _whole(runner(body, 1).results, combine)[0]
+        except CollectiveError as error:
+            error.add_note(f"f(1), which the others are compared with, failed{label}")
+            raise
         if whole is None:
             raise ValueError(f"fn: expected a result to compare, got None in a group of one{label}; return it")
         for size in wanted:
@@ -145,8 +150,9 @@ def assert_matches_unsharded(
         raise AssertionError("nothing was compared: sizes or cases is empty")
     if failures:
         headline = f"f(G) differs from f(1) in {len(failures)} runs:"
+        others = [text.splitlines()[0].rstrip(":") for text in failures[1:12]]  # one bug, told in full once
         rest = [f"  ... and {len(failures) - 12} more"] if len(failures) > 12 else []
-        raise AssertionError("\n".join([headline, *failures[:12], *rest]))
+        raise AssertionError("\n".join([headline, failures[0], *others, *rest]))
     return made
 
 

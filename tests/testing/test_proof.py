@@ -240,3 +240,33 @@ class TestLayouts:
     def test_an_unknown_layout_is_refused(self) -> None:
         with pytest.raises(ValueError, match="unknown layout 'diagonal'"):
             with_layout(torch.zeros(2), "diagonal")
+
+
+def test_one_bug_is_told_in_full_once() -> None:
+    """The other failing runs get a line each: their text is the same story with other numbers."""
+
+    def rank_0_skips(group: Any, case: int) -> float:
+        if group.size() > 1 and group.rank() == 0:
+            return 0.0
+        x = torch.tensor([float(case)])
+        dist.all_reduce(x)
+        return float(x)
+
+    with pytest.raises(AssertionError) as caught:
+        assert_matches_unsharded(rank_0_skips, (2, 3), cases=(5, 6))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "f(G) differs from f(1) in 4 runs:"
+    assert lines[1].startswith("  size 2, case 5: DeadlockError: ") and "missing ranks [0]" in str(caught.value)
+    assert [line.partition(": ")[0] for line in lines[-3:]] == [
+        "  size 3, case 5", "  size 2, case 6", "  size 3, case 6"
+    ]  # fmt: skip
+    assert len(lines) < 12
+
+
+def test_what_fails_on_one_rank_alone_says_so() -> None:
+    def divide(group: Any, case: int) -> float:
+        return 1 / case
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        assert_matches_unsharded(divide, (2,), cases=(1, 0))
+    assert any("f(1), which the others are compared with, failed, case 0" in note for note in caught.value.__notes__)
