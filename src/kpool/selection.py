@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kpool.pages import empty_int32
 from kpool.visibility import on_cpu
 from kpool.windows import RowWindows
 
@@ -117,7 +116,7 @@ def expand(
     batch, rows, budget = ids.shape
     selected = budget * pool_size
     width = selected + (pool_size - 1 if always_select_tail else 0)
-    out = empty_int32((batch, rows, -(-width // width_multiple) * width_multiple), ids.device)
+    out = ids.new_empty((batch, rows, -(-width // width_multiple) * width_multiple))
     out[..., width:] = -1
     elements = _EXPAND_ELEMENTS if ids.device.type == "cpu" else _EXPAND_ELEMENTS_ELSEWHERE
     piece = max(1, elements // max(1, batch * selected))

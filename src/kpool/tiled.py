@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from kpool.operators import operator
-from kpool.pages import empty_int32
 from kpool.scoring import full_fp32_products, unmasked_pools, visible_pools
 from kpool.scoring import transform as transform_input
 from kpool.selection import HIDDEN, order_key, take_top
@@ -180,7 +179,7 @@ def _select(
 ) -> Tensor:
     blocks = RowBlocks(*row_blocks)
     rows, batch, pools = q.shape[0], q.shape[1], keys.shape[0]
-    ids = empty_int32((batch, blocks.count, budget), q.device)
+    ids = torch.empty((batch, blocks.count, budget), dtype=torch.int32, device=q.device)
     free = budget if order == "position" and mask is None and _readable(q) else None
     spans = blocks.spans(rows) if pools else []
     if free is None or sum(last - first for _, first, last in spans) != blocks.count:
