@@ -163,6 +163,7 @@ print("yes")
     assert python(code) == "yes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "argument", "policy"),
     [

@@ -14,7 +14,10 @@ from tests.support.calls import LAYOUTS, Call, exact_call, noisy
 from tests.support.properties import same_rows
 
 # the compiler instantiates what torch says not to, when it meets an autograd function
-pytestmark = pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
+]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "position": {"order": "position", "score_chunk_bytes": 1},
