@@ -29,7 +29,9 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from kpool import reference
+from kpool.captures import CapturedCall
 from kpool.cli.exits import UNAVAILABLE, CommandError
+from kpool.cli.measure import plain_call
 from kpool.ops import fused_qk_topk_kpool
 from kpool.ranking import Ranking
 from kpool.selection import expand
@@ -38,7 +40,6 @@ from kpool.visibility import Visibility
 
 LENGTHS = (1 << 16, 1 << 18, 1 << 19, 1 << 20)
 PLAIN_TOKENS = 1 << 16  # the plain algorithm is measured up to here
-_PLAIN_CHUNK_BYTES = 2 << 30
 _CHUNK_BYTES = 256 << 20
 _CHECKED_ROWS = 8
 _INTERPRETED_ROWS = 16  # the last ones; the interpreter takes seconds for them
@@ -128,6 +129,10 @@ class Workload:
             rows=self.rows, tokens=tokens, batch=1, pool_size=self.pool_size, device=device
         )
         self.lo, self.hi = self.windows.pool_lo, self.windows.pool_hi
+        self.call = CapturedCall(
+            q=self.q, k=self.k, weights=self.weights, gate_score=self.gate, ape=self.ape, index_topk=options.topk,
+            pool_size=self.pool_size, varlen_starts=self.windows.start[0], varlen_ends=self.windows.end[0],
+        )  # fmt: skip
         self.pools = tokens // self.pool_size
         self.starts = torch.arange(self.pools, device=device, dtype=torch.int32) * self.pool_size
         self.keys = self.pool()
@@ -153,11 +158,8 @@ class Workload:
 
     def fused(self) -> Tensor:
         """Tokens of the whole call, from keys that are not pooled yet."""
-        return fused_qk_topk_kpool(
-            self.q, self.k, self.weights, self.budget * self.pool_size, self.pool_size, self.gate, self.ape,
-            varlen_starts=self.windows.start[0], varlen_ends=self.windows.end[0], return_index_scores=False,
-            order=self.order, score_chunk_bytes=_CHUNK_BYTES,
-        )[1]  # fmt: skip
+        options: dict[str, Any] = {"order": self.order, "return_index_scores": False, "score_chunk_bytes": _CHUNK_BYTES}
+        return fused_qk_topk_kpool(**self.call.arguments(), **options)[1]
 
     def parts(self, rows: RowBlocks, clock: Clock) -> tuple[float, float]:
         """Seconds of scoring and of selecting ``rows``, medians over runs of the sums over pieces."""
@@ -187,18 +189,6 @@ class Workload:
         first = self.tokens - self.rows
         visible = sum((first + row + 1) // self.pool_size for row in range(self.rows))
         return per_pair * self.rows * self.pools, per_pair * visible
-
-    def plain(self) -> None:
-        """The public algorithm: every pool scored in fp32, masked, `topk`; at most 2 GiB at a time."""
-        step = max(1, _PLAIN_CHUNK_BYTES // (4 * self.heads * self.pools))
-        keys = self.keys[:, 0].float().t()
-        ids = torch.arange(self.pools, device=self.device)
-        for row in range(0, self.rows, step):
-            part = slice(row, min(row + step, self.rows))
-            dots = (self.q[part, 0].float() @ keys).relu_()
-            scores = torch.einsum("shn,sh->sn", dots, self.weights[part, 0])
-            scores.masked_fill_(ids >= self.hi[0, part, None], float("-inf"))
-            torch.topk(scores, min(self.budget, self.pools), dim=-1)
 
     def check(self) -> int:
         """Compare sampled rows with float64 wherever rounding cannot decide; returns how many were compared.
@@ -267,7 +257,7 @@ def _whole_call(work: Workload, clock: Clock) -> dict[str, Any]:
     if clock.gpu:
         found["peak_bytes_above_inputs_ids_and_output"] = work.peak()
     if work.tokens <= PLAIN_TOKENS:
-        found["plain_s"] = clock(work.plain)
+        found["plain_s"] = clock(partial(plain_call, work.call))
     return found
 
 

@@ -53,9 +53,10 @@ def plain_call(call: CapturedCall) -> Tensor:
     view, size, budget = windows_of(call), call.pool_size, call.index_topk // call.pool_size
     rows, batch, heads = call.q.shape[:3]
     pools = pooled.keys.shape[0]
-    slots = torch.arange(size, dtype=torch.int32)
-    out = torch.full((batch, rows, call.index_topk + size - 1), -1, dtype=torch.int32)
-    keys, ids = pooled.keys.float(), torch.arange(pools)
+    device = call.q.device
+    slots = torch.arange(size, dtype=torch.int32, device=device)
+    out = torch.full((batch, rows, call.index_topk + size - 1), -1, dtype=torch.int32, device=device)
+    keys, ids = pooled.keys.float(), torch.arange(pools, device=device)
     piece = max(1, PLAIN_CHUNK_BYTES // max(1, 4 * batch * heads * pools))
     for row in range(0, rows if pools else 0, piece):
         part = slice(row, row + piece)
