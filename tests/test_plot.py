@@ -15,7 +15,7 @@ import pytest
 from kpool.cli import estimate, main, plan, plot
 from kpool.cli.estimate import CARDS, Geometry
 from kpool.cli.exits import CommandError
-from kpool_testing.interconnect import INTERCONNECTS, Interconnect
+from kpool_testing.record.interconnect import INTERCONNECTS, Interconnect
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 GLM = Geometry(tokens=524_288, batch=1, heads=32, dim=128, pool=4, topk=2048)

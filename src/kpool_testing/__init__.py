@@ -13,50 +13,58 @@ function to real gloo or NCCL processes. Names are loaded on first use: importin
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kpool_testing.checks import CollectiveError as CollectiveError
-    from kpool_testing.checks import DeadlockError as DeadlockError
-    from kpool_testing.checks import MismatchError as MismatchError
-    from kpool_testing.checks import RankError as RankError
-    from kpool_testing.group import FakeGroup as FakeGroup
-    from kpool_testing.interconnect import INTERCONNECTS as INTERCONNECTS
-    from kpool_testing.interconnect import Interconnect as Interconnect
-    from kpool_testing.launch import close_pool as close_pool
-    from kpool_testing.launch import run_ranks as run_ranks
+    from kpool_testing.errors import AsyncError as AsyncError
+    from kpool_testing.errors import BrokenGroupError as BrokenGroupError
+    from kpool_testing.errors import CollectiveError as CollectiveError
+    from kpool_testing.errors import DeadlockError as DeadlockError
+    from kpool_testing.errors import LimitError as LimitError
+    from kpool_testing.errors import MismatchError as MismatchError
+    from kpool_testing.errors import RankError as RankError
+    from kpool_testing.errors import RefusedError as RefusedError
+    from kpool_testing.errors import TimedOutError as TimedOutError
+    from kpool_testing.launch.pool import close_pool as close_pool
+    from kpool_testing.launch.pool import run_ranks as run_ranks
     from kpool_testing.proof import assert_matches_unsharded as assert_matches_unsharded
     from kpool_testing.proof import assert_replicated as assert_replicated
     from kpool_testing.proof import expect_collectives as expect_collectives
     from kpool_testing.proof import layouts as layouts
     from kpool_testing.proof import with_layout as with_layout
-    from kpool_testing.replay import replay as replay
-    from kpool_testing.trace import Call as Call
-    from kpool_testing.trace import Run as Run
-    from kpool_testing.trace import Trace as Trace
-    from kpool_testing.world import simulate as simulate
+    from kpool_testing.record.call import Call as Call
+    from kpool_testing.record.interconnect import INTERCONNECTS as INTERCONNECTS
+    from kpool_testing.record.interconnect import Interconnect as Interconnect
+    from kpool_testing.record.trace import Run as Run
+    from kpool_testing.record.trace import Trace as Trace
+    from kpool_testing.replays.group import FakeGroup as FakeGroup
+    from kpool_testing.replays.run import replay as replay
+    from kpool_testing.simulation.run import simulate as simulate
 
 _HOME = {
-    "Call": "trace",
-    "CollectiveError": "checks",
-    "DeadlockError": "checks",
-    "FakeGroup": "group",
-    "INTERCONNECTS": "interconnect",
-    "Interconnect": "interconnect",
-    "MismatchError": "checks",
-    "RankError": "checks",
-    "Run": "trace",
-    "Trace": "trace",
+    "AsyncError": "errors",
+    "BrokenGroupError": "errors",
+    "Call": "record.call",
+    "CollectiveError": "errors",
+    "DeadlockError": "errors",
+    "FakeGroup": "replays.group",
+    "INTERCONNECTS": "record.interconnect",
+    "Interconnect": "record.interconnect",
+    "LimitError": "errors",
+    "MismatchError": "errors",
+    "RankError": "errors",
+    "RefusedError": "errors",
+    "Run": "record.trace",
+    "TimedOutError": "errors",
+    "Trace": "record.trace",
     "assert_matches_unsharded": "proof",
     "assert_replicated": "proof",
-    "close_pool": "launch",
+    "close_pool": "launch.pool",
     "expect_collectives": "proof",
     "layouts": "proof",
-    "replay": "replay",
-    "run_ranks": "launch",
-    "simulate": "world",
+    "replay": "replays.run",
+    "run_ranks": "launch.pool",
+    "simulate": "simulation.run",
     "with_layout": "proof",
 }
 
@@ -74,14 +82,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keeps `kpool_testing.replay` the function: importing the module of that name would otherwise hide it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -53,6 +53,8 @@ def poison(tensor: torch.Tensor, rank: int) -> None:
     """
     with torch.no_grad():
         target = tensor.detach()
+        if target.is_sparse:
+            target = target._values()
         if target.is_complex():
             target = torch.view_as_real(target)
         if target.dtype is torch.bool:
@@ -64,3 +66,10 @@ def poison(tensor: torch.Tensor, rank: int) -> None:
             whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(target.element_size())
             if whole is not None:
                 target.view(whole).add_(rank % 32)  # bfloat16 has six bits of payload beside the quiet one
+
+
+def own_nan(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """A copy of a real tensor in which every NaN is the rank's own poison."""
+    spoiled = torch.empty_like(tensor)
+    poison(spoiled, rank)
+    return torch.where(tensor.isnan(), spoiled, tensor)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from kpool_testing.trace import Run, Trace
+    from kpool_testing.record.trace import Run, Trace
 
 DEFAULT_SIZES = (2, 3)
 _RECORD = pytest.StashKey[list[Any]]()
@@ -126,7 +126,7 @@ def ranks(request: pytest.FixtureRequest, world_size: int) -> Callable[..., Run]
 
     def call(fn: Callable[[Any], Any], *, size: int | None = None, **options: Any) -> Run:
         __tracebackhide__ = True
-        from kpool_testing.launch import run_ranks
+        from kpool_testing.launch.pool import run_ranks
 
         settings = {"timeout": timeout, **options}
         return _recorded(request.node, partial(run_ranks, fn, size or world_size, backend, **settings))
@@ -144,7 +144,7 @@ def fake_group(request: pytest.FixtureRequest, world_size: int) -> Callable[...,
 
     def call(fn: Callable[[Any], Any], *, size: int | None = None) -> Run:
         __tracebackhide__ = True
-        from kpool_testing.replay import replay
+        from kpool_testing.replays.run import replay
 
         return _recorded(request.node, partial(replay, fn, size or world_size))
 
@@ -154,7 +154,7 @@ def fake_group(request: pytest.FixtureRequest, world_size: int) -> Callable[...,
 @pytest.fixture
 def collective_trace(request: pytest.FixtureRequest) -> Trace:
     """The `Trace` of what this test has run through `ranks` and `fake_group` so far, failed runs included."""
-    from kpool_testing.trace import Trace
+    from kpool_testing.record.trace import Trace
 
     trace = Trace()
     request.node.stash.setdefault(_RECORD, []).append(trace)
@@ -178,7 +178,7 @@ def _keep(record: list[Any], trace: Trace | None) -> None:
     if trace is None:
         return
     if not record:
-        from kpool_testing.trace import Trace
+        from kpool_testing.record.trace import Trace
 
         record.append(Trace())
     for kept in record:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from kpool_testing.bits import first_difference, has_data, raw
-from kpool_testing.checks import CollectiveError
-from kpool_testing.trace import Run, Trace, canonical_kind
+from kpool_testing.errors import CollectiveError
+from kpool_testing.record.call import canonical_kind
+from kpool_testing.record.trace import Run, Trace
 
 LAYOUTS = ("transposed", "strided", "offset")
 
@@ -117,7 +118,7 @@ def assert_matches_unsharded(
     """
     __tracebackhide__ = True
     if runner is None:
-        from kpool_testing.world import simulate
+        from kpool_testing.simulation.run import simulate
 
         runner = simulate
     plain = cases is None

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kpool_testing.checks import CollectiveError
+from kpool_testing import CollectiveError
 from tests.defects.planted import DEFECTS, floor_split, gather_skipped_when_empty
 from tests.support import properties
 from tests.support.calls import Call, exact_call, listed

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kpool_testing import DeadlockError, assert_replicated, simulate
-from kpool_testing.checks import AsyncError
+from kpool_testing import AsyncError, DeadlockError, assert_replicated, simulate
 from tests.testing.torch_names import all_gather_single
 
 
@@ -98,7 +97,7 @@ class TestPoison:
 
         assert simulate(body, 2).results == [(True, False)] * 2
 
-    def test_what_is_only_read_is_left_alone(self) -> None:
+    def test_what_is_only_read_is_left_alone_and_what_a_reduce_leaves_behind_is_poison(self) -> None:
         def body(group: Any) -> Any:
             x = torch.full((2,), float(group.rank()))
             work = dist.broadcast(x, 1, async_op=True)
@@ -108,12 +107,12 @@ class TestPoison:
             work = dist.reduce(y, 0, async_op=True)
             reduced_early = poisoned(y)
             work.wait()
-            return early, x.tolist(), reduced_early, y.tolist()
+            return early, x.tolist(), reduced_early, y.tolist(), poisoned(y)
 
-        assert simulate(body, 2).results == [
-            (True, [1, 1], True, [1, 1]),
-            (False, [1, 1], False, [1, 1]),
-        ]
+        first, second = simulate(body, 2).results
+        assert first == (True, [1, 1], True, [1, 1], False)
+        assert second[:3] == (False, [1, 1], True) and second[4]
+        assert simulate(body, 2, dialect="nccl").results[1][2:4] == (False, [1, 1])
 
     def test_a_rank_that_is_alone_has_its_result_at_once(self) -> None:
         def body(group: Any) -> Any:
@@ -237,4 +236,4 @@ class TestForgottenWorks:
                     dist.all_reduce(x)
             return [x.tolist() for x in xs]
 
-        assert simulate(body, 2).results == [[[2], [2, 2]]] * 2
+        assert simulate(body, 2, dialect="nccl").results == [[[2], [2, 2]]] * 2

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from kpool_testing import CollectiveError, DeadlockError, MismatchError, RankError, simulate
-from kpool_testing.backends import _dense
-from kpool_testing.checks import RefusedError, rank_error
+from kpool_testing.errors import RefusedError, rank_error
+from kpool_testing.rules.backends import _dense
 from tests.testing.torch_names import all_gather_single, reduce_scatter_single
 
 

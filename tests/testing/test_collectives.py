@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed import all_reduce as bound_all_reduce
 from torch.distributed import broadcast as bound_broadcast
 
-from kpool_testing import collectives, simulate
+from kpool_testing import simulate
+from kpool_testing.rules import collectives
 from tests.testing.torch_names import all_gather_single
 
 

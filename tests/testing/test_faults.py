@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kpool_testing import DeadlockError, RankError, assert_matches_unsharded, simulate
-from kpool_testing.checks import CollectiveError, LimitError
+from kpool_testing import CollectiveError, DeadlockError, LimitError, RankError, assert_matches_unsharded, simulate
 from kpool_testing.faults import (
     Corrupt,
     Delay,

@@ -19,14 +19,15 @@ import torch.distributed.nn.functional as dist_nn
 from torch.distributed import all_gather_into_tensor
 
 from kpool_testing import (
+    AsyncError,
     DeadlockError,
     MismatchError,
     RankError,
+    RefusedError,
     assert_matches_unsharded,
     assert_replicated,
     simulate,
 )
-from kpool_testing.checks import AsyncError, RefusedError
 from tests.testing.torch_names import all_gather_single
 
 

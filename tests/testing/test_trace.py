@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from kpool_testing import INTERCONNECTS, Call, DeadlockError, Interconnect, Trace, replay
-from kpool_testing.interconnect import seconds
-from kpool_testing.trace import canonical_kind, is_user_file, user_site
+from kpool_testing.record.call import canonical_kind, is_user_file, user_site
+from kpool_testing.record.interconnect import seconds
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 

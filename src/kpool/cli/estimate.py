@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from kpool_testing.interconnect import Interconnect, seconds
+from kpool_testing.record.interconnect import Interconnect, seconds
 
 LONGEST = 1 << 21  # tokens; a plan that does not pay up to here is said never to
 _PRECISION = 32  # rows; break-even lengths are found to this

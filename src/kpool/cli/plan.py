@@ -22,7 +22,7 @@ from kpool.dispatch import chunk_bytes
 from kpool.sharding import PLANS, ShardPlan
 from kpool.visibility import Visibility
 from kpool.windows import RowWindows
-from kpool_testing.interconnect import INTERCONNECTS
+from kpool_testing.record.interconnect import INTERCONNECTS
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from kpool.cli.exits import DIFFERENT, OK, UNDECIDED, CommandError
 from kpool.cli.heatmap import heat_map, rank_colour
 from kpool.cli.outcome import VERDICTS, Outcome
 from kpool_testing import CollectiveError
-from kpool_testing.render import STYLE, html_sections
+from kpool_testing.record.page import STYLE, html_sections
 
 _COLOURS = {OK: "#009e73", DIFFERENT: "#d55e00", UNDECIDED: "#e69f00"}
 _SIGNS = {OK: "&#10003;", DIFFERENT: "&#10007;", UNDECIDED: "?"}

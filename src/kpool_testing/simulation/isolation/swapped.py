@@ -1,0 +1,163 @@
+"""Mechanism 1: state of the process that follows the turn.
+
+When a rank's turn ends its values are put aside, and when its next turn begins they are put back. `generators` and
+`settings` say what; this module says how.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+
+class Source(Protocol):
+    """Some state of the process, and the value that each rank has of it."""
+
+    def leave(self, rank: int) -> None:
+        """Put the rank's value aside."""
+
+    def enter(self, rank: int) -> None:
+        """Put the rank's value in place."""
+
+    def restore(self) -> None:
+        """Put the caller's value in place."""
+
+
+class Swapped:
+    """Everything of a run that follows the turn, and its restoration."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = list(sources)
+        self.active: int | None = None
+
+    def switch(self, rank: int) -> None:
+        """The rank gets the turn."""
+        before, self.active = self.active, rank
+        if rank == before:
+            return
+        for source in self.sources:
+            if before is not None:
+                source.leave(before)
+            source.enter(rank)
+
+    def restore(self) -> None:
+        """Put everything back to where it stood when the run began."""
+        for source in reversed(self.sources):
+            source.restore()
+
+
+class Lazy:
+    """State that few ranks touch: it is swapped only once a rank has changed it.
+
+    All ranks start from the caller's state. `probe` is a cheap look at the state that sees every change.
+    """
+
+    def __init__(self, probe: Callable[[], Any], take: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self.probe, self.take, self.put = probe, take, put
+        self.original, self.mark = take(), probe()
+        self.used = False
+        self.saved: dict[int, Any] = {}
+
+    def leave(self, rank: int) -> None:
+        """Put the rank's state aside."""
+        if self.used or self.probe() != self.mark:
+            self.used = True
+            self.saved[rank] = self.take()
+
+    def enter(self, rank: int) -> None:
+        """Put the rank's state in place."""
+        if self.used:
+            self.put(self.saved.get(rank, self.original))
+
+    def restore(self) -> None:
+        """Put the caller's state in place."""
+        if self.used or self.probe() != self.mark:
+            self.put(self.original)
+
+
+class Attributes:
+    """Attributes of modules that may be loaded at any time, one value a rank.
+
+    Args:
+        places: (module, attribute) to a function that makes what a new process has there.
+    """
+
+    def __init__(self, places: dict[tuple[str, str], Callable[[], Any]]) -> None:
+        self.places = places
+        self.original: dict[tuple[str, str], Any] = {}
+        self.saved: dict[int, dict[tuple[str, str], Any]] = {}
+
+    def leave(self, rank: int) -> None:
+        """Put the rank's values aside."""
+        self.saved[rank] = {key: getattr(module, key[1]) for key, module in self._loaded()}
+
+    def enter(self, rank: int) -> None:
+        """Put the rank's values in place."""
+        saved = self.saved.get(rank, {})
+        for key, module in self._loaded():
+            if key not in self.original:
+                self.original[key] = getattr(module, key[1])
+            setattr(module, key[1], saved[key] if key in saved else self.places[key]())
+
+    def restore(self) -> None:
+        """Put the caller's values in place."""
+        for (name, attribute), value in self.original.items():
+            setattr(sys.modules[name], attribute, value)
+
+    def _loaded(self) -> Iterator[tuple[tuple[str, str], types.ModuleType]]:
+        for key in self.places:
+            module = sys.modules.get(key[0])
+            if module is not None and hasattr(module, key[1]):
+                yield key, module
+
+
+class ModuleGlobals:
+    """The globals of one module, one set a rank.
+
+    Every rank starts from what the module holds now; lists, dicts and sets among it are copied. Functions, classes and
+    modules are shared.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.space = vars(importlib.import_module(name))
+        self.original = self._take()
+        self.saved: dict[int, dict[str, Any]] = {}
+
+    def leave(self, rank: int) -> None:
+        """Put the rank's globals aside."""
+        self.saved[rank] = self._take()
+
+    def enter(self, rank: int) -> None:
+        """Put the rank's globals in place."""
+        values = self.saved.get(rank)
+        if values is None:
+            values = {name: _own(value) for name, value in self.original.items()}
+        self._put(values)
+
+    def restore(self) -> None:
+        """Put the caller's globals in place."""
+        self._put(self.original)
+
+    def _take(self) -> dict[str, Any]:
+        return {name: value for name, value in self.space.items() if _is_state(name, value)}
+
+    def _put(self, values: dict[str, Any]) -> None:
+        gone = [name for name, value in self.space.items() if name not in values and _is_state(name, value)]
+        for name in gone:
+            del self.space[name]
+        self.space.update(values)
+
+
+_SHARED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+
+
+def _is_state(name: str, value: Any) -> bool:
+    return not (name.startswith("__") or isinstance(value, _SHARED))
+
+
+def _own(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict, set) else value
