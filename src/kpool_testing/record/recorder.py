@@ -1,13 +1,14 @@
-"""Record the collectives of a real process group by wrapping the functions of `torch.distributed` for a while.
+"""Record the collectives of a real process group, by wrapping the methods of torch's ProcessGroup for a while.
 
-Calls made through names bound earlier (`from torch.distributed import all_reduce`), functional collectives and those
-torch makes by itself are not seen: the trace of a real run is a help for reading, not evidence of absence.
+Every function of `torch.distributed`, whatever name it was bound to earlier, calls such a method; the functions
+themselves stay as they are, because torch compares some of them by identity. Calls that torch's C++ code makes by itself
+(DDP's buckets, functional collectives) are not seen: the trace of a real run is a help for reading, not evidence of
+absence.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,102 +17,103 @@ import torch
 import torch.distributed as dist
 
 from kpool_testing.record.call import Call, canonical_kind, user_site
-from kpool_testing.record.trace import Trace
+from kpool_testing.record.log import CallLog
+from kpool_testing.rules.arguments import reduce_op, root_of
 
-_NAMES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "irecv",
-    "isend",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-)
-_SENT = ("input_tensor", "input", "input_tensor_list", "input_list", "tensor")
-# Old spellings are carried out under their new name where there is one: torch warns about them otherwise.
-_RENAMED = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+# Method to the place of what the rank sends among its arguments; None where it sends nothing.
+_SENT: dict[str, int | None] = {
+    "_allgather_base": 1,
+    "_reduce_scatter_base": 1,
+    "all_gather_single": 1,
+    "all_gather_single_coalesced": 1,
+    "all_to_all_single": 1,
+    "allgather": 1,
+    "allgather_coalesced": 1,
+    "allgather_into_tensor_coalesced": 1,
+    "allreduce": 0,
+    "allreduce_coalesced": 0,
+    "alltoall": 1,
+    "alltoall_base": 1,
+    "barrier": None,
+    "broadcast": 0,
+    "gather": 1,
+    "monitored_barrier": None,
+    "recv": 0,
+    "recv_anysource": 0,
+    "reduce": 0,
+    "reduce_scatter": 1,
+    "reduce_scatter_single": 1,
+    "reduce_scatter_single_coalesced": 1,
+    "reduce_scatter_tensor_coalesced": 1,
+    "scatter": 1,
+    "send": 0,
+}
+_REDUCTIONS = ("all_reduce", "reduce")
+_ROOTED = {"broadcast": "from", "scatter": "from", "gather": "to", "reduce": "to"}
+_PEERS = {"send": "to", "recv": "from"}
 
 
 @contextmanager
-def recording(trace: Trace) -> Iterator[None]:
-    """Append every collective called through a `torch.distributed` attribute to `trace`."""
-    originals = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
+def recording(trace: CallLog) -> Iterator[None]:
+    """Append every collective that Python code makes on a process group to `trace`."""
+    kind: Any = dist.ProcessGroup
+    originals = {name: getattr(kind, name) for name in _SENT if hasattr(kind, name)}
     counts: dict[str, int] = {}
-    depth = [0]
-
-    def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        target = originals.get(_RENAMED.get(name, name), original)
-        signature = inspect.signature(target)
-
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if depth[0] == 0:
-                _note(trace, counts, name, signature, args, kwargs)
-            depth[0] += 1
-            try:
-                return target(*args, **kwargs)
-            finally:
-                depth[0] -= 1
-
-        return wrapped
-
     for name, original in originals.items():
-        setattr(dist, name, wrap(name, original))
+        setattr(kind, name, _noting(trace, counts, name, original))
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(dist, name, original)
+            setattr(kind, name, original)
 
 
-def _note(
-    trace: Trace, counts: dict[str, int], name: str, signature: inspect.Signature, args: Any, kwargs: Any
-) -> None:
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError:
-        return  # the call itself is about to fail with the better message
-    bound.apply_defaults()
-    given = bound.arguments
-    group = given.get("group") or dist.group.WORLD
-    if group is None or dist.get_rank(group) < 0:
-        return
+def _noting(trace: CallLog, counts: dict[str, int], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def noting(group: Any, *args: Any, **kwargs: Any) -> Any:
+        _note(trace, counts, name, group, args)
+        return original(group, *args, **kwargs)
+
+    return noting
+
+
+def _note(trace: CallLog, counts: dict[str, int], name: str, group: Any, args: tuple[Any, ...]) -> None:
     label = "world" if group is dist.group.WORLD else str(getattr(group, "group_name", "group"))
-    sent = next((given[key] for key in _SENT if given.get(key) is not None), None)
-    tensors = [t for t in (sent if isinstance(sent, (list, tuple)) else [sent]) if isinstance(t, torch.Tensor)]
+    place = _SENT[name]
+    tensors = _tensors(args[place]) if place is not None and len(args) > place else []
     number = counts.get(label, 0)
     counts[label] = number + 1
+    kind = canonical_kind(name)
     trace.append(
         Call(
             rank=dist.get_rank(),
-            kind=canonical_kind(name),
+            kind=kind,
             group=label,
             ranks=tuple(dist.get_process_group_ranks(group)),
             seq=number,
             shape=tuple(tensors[0].shape) if tensors else (),
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-            bytes=sum(t.numel() * t.element_size() for t in tensors),
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             site=user_site(),
-            detail=_detail(given),
+            detail=_detail(kind, group, args),
         )
     )
 
 
-def _detail(given: dict[str, Any]) -> str:
+def _tensors(given: Any) -> list[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [tensor for part in given for tensor in _tensors(part)] if isinstance(given, (list, tuple)) else []
+
+
+def _detail(kind: str, group: Any, args: tuple[Any, ...]) -> str:
     """Reduce op, root and peer in the words a simulated trace uses: "SUM", "from 1", "to 0"."""
-    words = [str(given["op"]).rsplit(".", 1)[-1]] if given.get("op") is not None else []
-    for key, word in (("src", "from"), ("group_src", "from"), ("dst", "to"), ("group_dst", "to")):
-        if given.get(key) is not None:
-            words.append(f"{word} {given[key]}")
+    words: list[str] = []
+    options = args[-1] if args else None
+    if kind.startswith(_REDUCTIONS):
+        words.append(reduce_op(options))
+    if kind in _ROOTED:
+        words.append(f"{_ROOTED[kind]} {dist.get_global_rank(group, root_of(options))}")
+    if kind in _PEERS and len(args) > 1:
+        words.append(f"{_PEERS[kind]} {dist.get_global_rank(group, args[1])}")
     return " ".join(words)

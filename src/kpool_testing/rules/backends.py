@@ -63,6 +63,8 @@ def check_gloo(kind: str, a: dict[str, Any]) -> None:
     """Raise what gloo raises on a CPU; RefusedError where it corrupts data or crashes."""
     if kind == "coalescing":
         raise RuntimeError("Backend gloo does not implement startCoalescing")
+    if kind == "recv_anysource" and any(tensor.numel() == 0 for tensor in a["tensors"]):
+        raise RuntimeError("enforce fail offset < this->size. 0 vs 0 (an empty receive from any source)")
     specific = _GLOO.get(kind)
     if specific is not None:
         specific(a)

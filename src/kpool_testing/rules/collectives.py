@@ -49,7 +49,8 @@ def reduce(tensors: Sequence[Tensor], op: str = "SUM") -> Tensor:
     for tensor in tensors[1:]:
         total = combine(total, tensor.detach())
     if op == "AVG" and not boolean:
-        total = total / len(tensors) if total.is_floating_point() else total // len(tensors)
+        exact = total.is_floating_point() or total.is_complex()
+        total = total / len(tensors) if exact else total // len(tensors)
     return total.to(tensors[0].dtype)
 
 

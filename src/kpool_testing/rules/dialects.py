@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from kpool_testing.rules.backends import BITWISE, GLOO_DTYPES, all_tensors, chec
 
 def check(dialect: str, kind: str, **arguments: Any) -> None:
     """Raise what the dialect raises for these arguments of one rank; return if it takes them."""
+    root = arguments.get("root")
+    if root is not None and not 0 <= root < arguments["size"]:
+        _refuse_root(dialect, kind, root, arguments["size"])
     if any(tensor.is_sparse for _, tensor in all_tensors(arguments)):
         _check_sparse(dialect, kind, arguments)
     else:
@@ -46,9 +49,23 @@ def check_values(dialect: str, kind: str, op: str, tensors: Sequence[Tensor]) ->
     return False
 
 
+def refuse_future(dialect: str, what: str) -> NoReturn:
+    """Raise what asking for the future of a gloo work raises that has none."""
+    if dialect == "gloo":
+        raise RuntimeError("Work::getFuture not implemented.")
+    raise RefusedError(f"{what}: gloo has no future for it; expected wait()")
+
+
 def allows_uneven_lists(dialect: str) -> bool:
     """Whether all_gather of a list takes another shape from each rank, as NCCL does by broadcasting."""
     return dialect == "nccl"
+
+
+def _refuse_root(dialect: str, kind: str, root: int, size: int) -> NoReturn:
+    if dialect == "portable":
+        raise RefusedError(f"{kind}: expected a root rank in [0, {size}), got {root}")
+    backend = "NCCL" if dialect == "nccl" else "Gloo"
+    raise RuntimeError(f"ProcessGroup{backend}::{kind}: invalid root rank: {root}")
 
 
 def _check_sparse(dialect: str, kind: str, a: dict[str, Any]) -> None:

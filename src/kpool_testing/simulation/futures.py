@@ -98,7 +98,7 @@ class Completer:
 
     def future(self, work: SimWork) -> SimFuture:
         """The future of a work."""
-        future = SimFuture(work.result, lambda: work.ready)
+        future = SimFuture(work.value, lambda: work.ready)
         future.wanted = lambda: self._want([future])
         if _in_backward() != -1:
             work.settle()  # what a hook of autograd returns, torch waits for

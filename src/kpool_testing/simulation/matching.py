@@ -121,8 +121,10 @@ def deliver(outputs: Sequence[Tensor], answers: Sequence[Tensor | Undefined | No
             if answer is UNDEFINED:
                 poison(output, rank)
             elif isinstance(answer, Tensor):
-                same = output.is_sparse or answer.shape == output.shape
-                output.detach().copy_(answer if same else answer.reshape(output.shape))
+                if output.is_sparse:
+                    output.copy_(answer)
+                else:
+                    output.detach().copy_(answer if answer.shape == output.shape else answer.reshape(output.shape))
 
 
 def snapshot(sent: Any) -> Any:

@@ -80,7 +80,7 @@ class Messages:
         """Post a receive from a rank of the group, or from whoever sends first (None; only gloo has it)."""
         dialect = self.context.settings.dialect
         if source is None:
-            dialects.check(dialect, "recv_anysource")
+            dialects.check(dialect, "recv_anysource", tensors=tensors)
         self._check(member, "recv", tensors, source)
         whom = "from any" if source is None else f"from {member.ranks[source]}"
         work, _ = self._begin(member, "recv", whom, source, tag, tensors)

@@ -150,7 +150,10 @@ class SimGroup(_Base):  # type: ignore[misc]
             gathered = collectives.all_gather_single(sent)
             return [[gathered]] * len(sent)
 
-        return self._post("all_gather_single", describe(input), input, [output], compute, opts, inputs=[input])
+        work = self._post("all_gather_single", describe(input), input, [output], compute, opts, inputs=[input])
+        if self._calls.context.settings.dialect == "gloo":
+            work.held = output.detach().chunk(len(self.ranks))
+        return work
 
     _allgather_base = all_gather_single
 
@@ -260,9 +263,10 @@ class SimGroup(_Base):  # type: ignore[misc]
             return [[part] for part in self._own("reduce_scatter_single", op, sent, parts)]
 
         fingerprint = (("op", op), *describe(input))
-        return self._post(
+        work = self._post(
             "reduce_scatter_single", fingerprint, input, [output], compute, opts, inputs=[input], detail=op
         )
+        return self._without_future(work)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -282,7 +286,8 @@ class SimGroup(_Base):  # type: ignore[misc]
             return [list(parts) for parts in zip(*columns, strict=True)]
 
         fingerprint = (("op", op), *describe(*inputs))
-        return self._post(kind, fingerprint, list(inputs), outputs, compute, opts, inputs=inputs, detail=op)
+        work = self._post(kind, fingerprint, list(inputs), outputs, compute, opts, inputs=inputs, detail=op)
+        return self._without_future(work)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -296,7 +301,15 @@ class SimGroup(_Base):  # type: ignore[misc]
             return [[part] for part in self._own("reduce_scatter", op, [t for each in sent for t in each], parts)]
 
         fingerprint = (("op", op), *describe(*sources))
-        return self._post("reduce_scatter", fingerprint, sources, [target], compute, opts, inputs=sources, detail=op)
+        work = self._post("reduce_scatter", fingerprint, sources, [target], compute, opts, inputs=sources, detail=op)
+        return self._without_future(work)
+
+    def _without_future(self, work: SimWork) -> SimWork:
+        """Gloo's reduce-scatter has no future."""
+        dialect = self._calls.context.settings.dialect
+        if dialect != "nccl" and work.future is not None:
+            work.future = lambda work: dialects.refuse_future(dialect, str(work))
+        return work
 
     # -- one to all, all to all
 

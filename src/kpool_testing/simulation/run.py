@@ -155,6 +155,7 @@ class Simulation:
         __tracebackhide__ = True
         main = rank.main
         assert main is not None
+        main.thread._daemonic = False  # type: ignore[attr-defined]  # what its threads inherit
         try:
             self.turns.begin(main)
             try:
@@ -219,7 +220,7 @@ class Simulation:
             return False
         if self.calls.raise_mismatches():
             return True
-        if any(self._may_wake(thread) for thread in self.turns.threads()) or self._awaits_executor():
+        if any(map(self._may_wake, self.turns.threads())) or self.turns.somebody_ends() or self._awaits_executor():
             return None
         if self.turns.expire():
             return True

@@ -15,6 +15,10 @@ from kpool_testing.simulation.turns import RankThread, Turns
 _Base: Any = torch._C._distributed_c10d.Store
 
 
+class StoreTimedOutError(TimedOutError, torch.distributed.DistStoreError):
+    """Nobody has set the key in time; of the type that torch's stores raise."""
+
+
 class SimStore(_Base):  # type: ignore[misc]
     """What torch.distributed and its users put values in: `set`, `get`, `add`, `wait` and what is built on them.
 
@@ -86,7 +90,7 @@ class SimStore(_Base):  # type: ignore[misc]
             self._waiting.append(entry)
             if not self._turns.block(_KeyWait(key, user_site()), timeout) and key not in self._values:
                 self._waiting.remove(entry)
-                raise TimedOutError(f"wait timeout after {(timeout or 0) * 1000:g}ms, keys: {key}")
+                raise StoreTimedOutError(f"wait timeout after {(timeout or 0) * 1000:g}ms, keys: {key}")
 
 
 class _KeyWait:

@@ -31,13 +31,16 @@ def adopted(turns: Turns, worlds: WorldsByRank) -> Iterator[None]:
         if parent is None or getattr(thread, "_target", None) is executors._worker:
             start(thread)
             return
-        child = turns.add(parent.rank.number, thread)
+        child, said = turns.add(parent.rank.number, thread), thread.daemon
         thread.run = _as_rank(turns, worlds, child, thread.run)  # type: ignore[method-assign]
+        thread.daemon = True  # one that never ends must not keep the interpreter from ending
         try:
             start(thread)
         except BaseException:
             turns.drop(child)
             raise
+        finally:
+            thread._daemonic = said  # type: ignore[attr-defined]
 
     def make_for_rank(task: Any, *args: Any, **kwargs: Any) -> None:
         make(task, *args, **kwargs)

@@ -43,12 +43,26 @@ class Wait(Protocol):
 
 
 class RankThread:
-    """One thread of a rank."""
+    """One thread of a rank, or a thread of an executor while it carries out a task of the rank."""
 
-    __slots__ = ("deadline", "expired", "gate", "mark", "polls", "progress", "rank", "status", "thread", "wait")
+    __slots__ = (
+        "daemon",
+        "deadline",
+        "expired",
+        "gate",
+        "is_task",
+        "mark",
+        "polls",
+        "progress",
+        "rank",
+        "status",
+        "thread",
+        "wait",
+    )
 
-    def __init__(self, rank: Rank, thread: threading.Thread, status: str) -> None:
-        self.rank, self.thread, self.status = rank, thread, status
+    def __init__(self, rank: Rank, thread: threading.Thread, status: str, daemon: bool) -> None:
+        self.rank, self.thread, self.status, self.daemon = rank, thread, status, daemon
+        self.is_task = False
         self.gate = _thread.allocate_lock()
         self.gate.acquire()
         self.wait: Wait | None = None
@@ -122,6 +136,7 @@ class Turns:
         self.unwinding = self.over = False
         self.bell = threading.Event()  # rung when the run is over, or has to be looked at from outside
         self._last = len(self.order) - 1  # place of the rank that held the turn last
+        self._ending: list[threading.Thread] = []
         self._lock = threading.RLock()
         self._local = threading.local()
 
@@ -131,7 +146,7 @@ class Turns:
         """Make a thread, not started yet, one of the rank's. A main thread begins when the rank gets its first turn."""
         with self._lock:
             rank = self.ranks[number]
-            added = RankThread(rank, thread, READY if main else RUNNING)
+            added = RankThread(rank, thread, READY if main else RUNNING, thread.daemon)
             rank.threads.append(added)
             if main:
                 rank.main = added
@@ -148,7 +163,8 @@ class Turns:
         """The calling thread, which is no rank's, works for this rank from now on, once the rank has the turn."""
         with self._lock:
             rank = self.ranks[number]
-            joined = RankThread(rank, threading.current_thread(), RESTING)
+            joined = RankThread(rank, threading.current_thread(), RESTING, daemon=False)
+            joined.is_task = True
             rank.threads.append(joined)
         self._local.current = joined
         return joined
@@ -167,6 +183,10 @@ class Turns:
             rank = thread.rank
             if not thread.is_main:
                 rank.threads.remove(thread)
+                if not thread.is_task:
+                    self._ending.append(thread.thread)
+                for other in rank.threads:
+                    other.mark = None  # what waited for this thread is about to go on
                 if rank.main is not None and isinstance(rank.main.wait, ThreadsWait):
                     self.wake(rank.main)
             self._settle(rank)
@@ -257,6 +277,11 @@ class Turns:
         for rank in self.ranks:
             yield from rank.threads
 
+    def somebody_ends(self) -> bool:
+        """Whether a thread that has left is still on its way out, so that whoever joins it does not know yet."""
+        self._ending = [thread for thread in self._ending if thread.is_alive()]
+        return bool(self._ending)
+
     def unwind(self) -> None:
         """Make every waiting thread ready to leave its stack by Unwind."""
         with self._lock:
@@ -334,7 +359,7 @@ class Turns:
     def _settle(self, rank: Rank) -> None:
         """A thread of the rank has stopped running."""
         if self.holder is rank:
-            if len(rank.threads) > 1 and self._still_runs(rank):
+            if self._still_runs(rank):
                 self.bell.set()
                 return
             self._advance()
@@ -346,7 +371,7 @@ class Turns:
             if thread.status != RUNNING:
                 continue
             at_rest = thread.mark is not None and native_waits.has_not_run_since(thread.mark, thread.thread)
-            if not at_rest and not (rank.returned and thread.thread.daemon):
+            if not at_rest and not (rank.returned and thread.daemon):
                 return True
         for thread in rank.threads:
             if thread.status == RUNNING:
@@ -406,4 +431,4 @@ def _can_run(rank: Rank) -> bool:
 
 def _expected(rank: Rank) -> list[RankThread]:
     """The threads that must end before the rank does."""
-    return [thread for thread in rank.threads if not (thread.is_main or thread.thread.daemon)]
+    return [thread for thread in rank.threads if not (thread.is_main or thread.daemon)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.utils._pytree import tree_leaves
 
-from kpool_testing.errors import TimedOutError
+from kpool_testing.errors import RefusedError, TimedOutError
 from kpool_testing.rules.request import Request
 from kpool_testing.simulation.context import Context
 from kpool_testing.simulation.matching import Slot, Watched, deliver, raise_own
@@ -26,6 +26,7 @@ class SimWork(Work):
         timeout: seconds that a `wait()` without a limit of its own waits; None is for ever.
         on_timeout: called when that time is over; raises.
         future: takes the work and returns its future; None for a work that torch's C++ code waits for.
+        held: what the future holds, where that is not the outputs.
     """
 
     def __init__(self, context: Context, rank: int, what: str, outputs: Sequence[Tensor]) -> None:
@@ -36,6 +37,7 @@ class SimWork(Work):
         self.timeout: float | None = None
         self.on_timeout: Callable[[], None] | None = None
         self.future: Callable[[SimWork], Any] | None = None
+        self.held: Sequence[Tensor] | None = None
 
     def watch(self, inputs: Sequence[Tensor]) -> None:
         """From now on, a write to the inputs or outputs before `wait()` is an error."""
@@ -75,6 +77,7 @@ class SimWork(Work):
         return True
 
     def _timed_out(self, limited: bool, seconds: float) -> None:
+        self.settle()
         if self.on_timeout is not None and not limited:
             self.on_timeout()
         raise TimedOutError(f"Operation timed out! {self._what} did not complete within {seconds:g} s")
@@ -104,6 +107,10 @@ class SimWork(Work):
             self._complete()
         return self._delivered or self.ready
 
+    def _wait_once(self) -> None:
+        if not self._delivered:
+            self.wait()
+
     def is_success(self) -> bool:
         """True once the call is complete."""
         return self.is_completed()
@@ -121,13 +128,18 @@ class SimWork(Work):
 
     def result(self) -> list[Tensor]:
         """The output tensors, complete."""
-        self.wait()
+        self._wait_once()
         return self._outputs
+
+    def value(self) -> list[Tensor]:
+        """What the work's future holds, once it is complete."""
+        self._wait_once()
+        return self._outputs if self.held is None else list(self.held)
 
     def get_future(self) -> Any:
         """A future of the output tensors, which completes when it is waited for; see `SimFuture`."""
         if self.future is None:
-            self.wait()  # C++ code waits without giving the turn away
+            self._wait_once()  # C++ code waits without giving the turn away
         return (self.future or _completed)(self)
 
     def __str__(self) -> str:
@@ -187,13 +199,12 @@ class JoinedWork(SimWork):
             work.listen(listener)
 
     def _block(self, timeout: float | None) -> bool:
-        for work in self._works:
-            work.wait()
+        self._take()
         return True
 
     def _take(self) -> None:
         for work in self._works:
-            work.wait()
+            work._wait_once()
 
 
 class PeerWork(SimWork):
@@ -242,6 +253,20 @@ class PeerWork(SimWork):
         self._waiting.remove(me)
         return self._done
 
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As `SimWork.wait`; a second time only where the dialect is NCCL's, gloo would not come back."""
+        if self._delivered and self._context.settings.dialect != "nccl":
+            raise RefusedError(f"{self._what} was waited for already: gloo waits for ever the second time")
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        """As `SimWork.is_completed`; with gloo a message is not complete before somebody has waited for it."""
+        if self._delivered or self._context.settings.dialect == "nccl":
+            return super().is_completed()
+        never = "which gloo never reports complete before wait()"
+        self._context.turns.poll(PollWait(self._what, never), len(self._context.trace))
+        return False
+
     def _timed_out(self, limited: bool, seconds: float) -> None:
         if self.on_timeout is not None:  # gloo closes the connection, whoever set the limit
             self.on_timeout()
@@ -277,19 +302,19 @@ class SlotWait:
 class PollWait:
     """A rank polls a work that cannot complete."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, why: str = "which cannot complete") -> None:
+        self.what, self.why = what, why
 
     def describe(self) -> str:
         """The call that is polled."""
-        return f"polls {self.what}, which cannot complete"
+        return f"polls {self.what}, {self.why}"
 
 
 def _completed(work: SimWork) -> Any:
     from torch.futures import Future
 
     future: Any = Future()
-    future.set_result(work.result())
+    future.set_result(work.value())
     return future
 
 
