@@ -45,27 +45,47 @@ def first_difference(left: torch.Tensor, right: torch.Tensor) -> tuple[int, ...]
     return tuple(reversed(index))
 
 
+# Infinity in each dtype, as an integer of its size: one more is a signalling NaN.
+_INFINITY: dict[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+}
+
+
 def poison(tensor: torch.Tensor, rank: int) -> None:
     """Fill a tensor with what spoils whatever reads it, another on every rank: NaN, a huge integer, True.
 
     A NaN carries the rank in its payload, which sums and products in fp32 and fp64 keep, so that results computed from
-    it are not bit-identical over ranks even where all of them are NaN.
+    it are not bit-identical over ranks even where all of them are NaN. It is a signalling one: arithmetic on it in place
+    leaves other bits.
     """
     with torch.no_grad():
-        target = tensor.detach()
-        if target.is_sparse:
-            target = target._values()
+        target = values(tensor.detach())
         if target.is_complex():
             target = torch.view_as_real(target)
         if target.dtype is torch.bool:
             target.fill_(True)
         elif not target.is_floating_point():
             target.fill_(torch.iinfo(target.dtype).max - rank % 64)
+        elif target.dtype in _INFINITY:
+            whole, infinity = _INFINITY[target.dtype]
+            target.view(whole).fill_(infinity + 1 + rank % 32)  # bfloat16 has six bits for the rank
         else:
             target.fill_(float("nan"))
-            whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(target.element_size())
-            if whole is not None:
-                target.view(whole).add_(rank % 32)  # bfloat16 has six bits of payload beside the quiet one
+
+
+def is_poison(tensor: torch.Tensor, rank: int) -> bool:
+    """Whether a tensor still holds what `poison` put there for this rank."""
+    expected = torch.empty_like(values(tensor.detach()), memory_format=torch.contiguous_format)
+    poison(expected, rank)
+    return same_bits(values(tensor), expected)
+
+
+def values(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored elements of a sparse tensor; a dense one as it is."""
+    return tensor._values() if tensor.is_sparse else tensor
 
 
 def own_nan(tensor: torch.Tensor, rank: int) -> torch.Tensor:

@@ -191,6 +191,29 @@ class TestInFlight:
         with pytest.raises(AsyncError, match="changed in flight"):
             simulate(body, 2)
 
+    def test_parts_of_one_buffer_are_watched_apart(self) -> None:
+        """Views share a version counter; a gradient bucket is reduced part by part."""
+
+        def body(group: Any) -> Any:
+            buffer = torch.full((3, 2), float(group.rank() + 1))
+            works = [dist.all_reduce(part, async_op=True) for part in buffer]
+            for work in reversed(works):
+                work.wait()
+            return buffer.tolist()
+
+        assert simulate(body, 2).results == [[[3, 3]] * 3] * 2
+
+    def test_a_write_to_one_part_is_found_among_others(self) -> None:
+        def body(group: Any) -> None:
+            buffer = torch.ones(3, 2)
+            works = [dist.all_reduce(part, async_op=True) for part in buffer]
+            buffer[1] += 1
+            for work in works:
+                work.wait()
+
+        with pytest.raises(AsyncError, match=r"all_reduce#1 .* was changed in flight"):
+            simulate(body, 2)
+
     def test_changes_after_wait_are_free(self) -> None:
         def body(group: Any) -> Any:
             x, out = torch.ones(2), torch.empty(4)

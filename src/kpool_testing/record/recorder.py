@@ -1,9 +1,9 @@
 """Record the collectives of a real process group, by wrapping the methods of torch's ProcessGroup for a while.
 
 Every function of `torch.distributed`, whatever name it was bound to earlier, calls such a method; the functions
-themselves stay as they are, because torch compares some of them by identity. Calls that torch's C++ code makes by itself
-(DDP's buckets, functional collectives) are not seen: the trace of a real run is a help for reading, not evidence of
-absence.
+themselves stay as they are, because torch compares some of them by identity. Calls that torch's C++ code makes by
+itself (DDP's buckets, functional collectives) are not seen: the trace of a real run is a help for reading, not evidence
+of absence.
 """
 
 from __future__ import annotations

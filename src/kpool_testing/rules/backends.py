@@ -171,6 +171,8 @@ def _gloo_scatter(a: dict[str, Any]) -> None:
 
 
 def _gloo_gather(a: dict[str, Any]) -> None:
+    if a["input"].dtype.is_complex:
+        raise RuntimeError("Invalid scalar type")
     if a["place"] == a["root"]:
         if len(a["outputs"]) != a["size"]:
             raise RuntimeError(

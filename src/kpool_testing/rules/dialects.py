@@ -163,6 +163,13 @@ def _portable_all_to_all(kind: str, a: dict[str, Any]) -> None:
     _same_as(kind, "outputs", a["outputs"], a["outputs"][0], a["size"])
 
 
+def _portable_gather(kind: str, a: dict[str, Any]) -> None:
+    if a["input"].dtype.is_complex:
+        refuse(kind, "input", "a real dtype (gloo gathers no complex ones)", a["input"])
+    if a["place"] == a["root"]:
+        _same_as(kind, "outputs", a["outputs"], a["input"], a["size"])
+
+
 _PORTABLE: dict[str, Callable[[str, dict[str, Any]], None]] = {
     "all_gather_single": _portable_all_gather_single,
     "all_gather": lambda k, a: _same_as(k, "outputs", a["outputs"], a["input"], a["size"]),
@@ -171,9 +178,7 @@ _PORTABLE: dict[str, Callable[[str, dict[str, Any]], None]] = {
     "scatter": lambda k, a: (
         _same_as(k, "inputs", a["inputs"], a["output"], a["size"]) if a["place"] == a["root"] else None
     ),
-    "gather": lambda k, a: (
-        _same_as(k, "outputs", a["outputs"], a["input"], a["size"]) if a["place"] == a["root"] else None
-    ),
+    "gather": _portable_gather,
     "all_to_all_single": _portable_all_to_all_single,
     "all_to_all": _portable_all_to_all,
 }

@@ -53,7 +53,7 @@ class Calls:
         self.open: dict[tuple[str, int], Slot] = {}
         self._completers = [Completer(context, rank) for rank in range(context.settings.size)]
         self._counts: dict[tuple[str, int, bool], int] = {}
-        self._members: dict[str, tuple[int, ...]] = {}
+        self._groups: dict[str, tuple[tuple[int, ...], set[int]]] = {}  # members, and who of them has created it
         self._broken: dict[str, int] = {}  # group -> the rank whose time-out broke it
         self.on_break: list[Callable[[str, Exception], None]] = []
 
@@ -98,12 +98,15 @@ class Calls:
         if slot.add(request):
             del self.open[member.key, seq]
             slot.finish(self.turns)
-            if async_op and len(member.ranks) == 1:
-                work.arrive()
-        if async_op:
-            work.watch(inputs)
-        else:
+        if not async_op:
             work.wait()
+        elif len(member.ranks) == 1:
+            work.arrive()
+            work.watch([("input", tensor) for tensor in inputs] + [("output", tensor) for tensor in outputs], [])
+        else:
+            poisoned = outputs if spoiled is None else spoiled
+            left = [("output", tensor) for tensor in outputs] if spoiled is not None and not spoiled else []
+            work.watch([("input", tensor) for tensor in inputs] + left, poisoned)
         return work
 
     def _send_off(self, work: SimWork, request: Request, spoiled: Sequence[Tensor], by_torch: bool) -> None:
@@ -155,7 +158,8 @@ class Calls:
 
     def meet_group(self, name: str, ranks: tuple[int, ...], creator: int) -> None:
         """A rank has created a group; raises MismatchError if another rank means other members by the same name."""
-        known = self._members.setdefault(name, ranks)
+        known, creators = self._groups.setdefault(name, (ranks, set()))
+        creators.add(creator)
         if known != ranks:
             raise MismatchError(
                 f"ranks disagree on group {name}: rank {creator} creates it for ranks {list(ranks)} "
@@ -185,6 +189,17 @@ class Calls:
         return f"connection closed: a time-out on rank {self._broken[member.key]} has broken group {member.label}"
 
     # -- seen from outside
+
+    def check_groups(self) -> None:
+        """Raise MismatchError for a group that some of its members have not created: gloo would wait for them."""
+        for name, (ranks, creators) in self._groups.items():
+            missing = sorted(set(ranks) - creators)
+            if missing and self.context.settings.dialect != "nccl":
+                raise MismatchError(
+                    f"group {name} of ranks {list(ranks)} was never created by ranks {missing}: the others would wait "
+                    "for them in new_group; every member must call it, in the same order (under "
+                    "use_local_synchronization after equally many groups of its own)"
+                )
 
     def rested(self, rank: int) -> None:
         """The rank's threads wait outside of the scheduler, perhaps for a future."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kpool_testing.bits import poison
+from kpool_testing.bits import is_poison, poison, same_bits, values
 from kpool_testing.errors import AsyncError, CollectiveError, MismatchError
 from kpool_testing.rules.request import Request, own_outputs
 from kpool_testing.simulation.turns import RankThread, Turns
@@ -137,19 +137,34 @@ def snapshot(sent: Any) -> Any:
 
 
 class Watched:
-    """The tensors of a call in flight, and whether anybody has written to them since it was posted."""
+    """The tensors of a call in flight, and whether anybody has written to them since it was posted.
 
-    __slots__ = ("tensors", "versions")
+    Views of one buffer share one version counter, so a new version alone proves nothing: then the values tell.
 
-    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        named = [("input", tensor) for tensor in inputs] + [("output", tensor) for tensor in outputs]
+    Args:
+        kept: tensors that are only read, with the names of their arguments.
+        poisoned: outputs that hold the rank's poison.
+    """
+
+    __slots__ = ("kept", "poisoned", "rank", "versions")
+
+    def __init__(self, kept: Sequence[tuple[str, Tensor]], poisoned: Sequence[Tensor], rank: int) -> None:
+        self.rank = rank
         # Inference tensors keep no version.
-        self.tensors = [(name, tensor) for name, tensor in named if not tensor.is_inference()]
-        self.versions = [tensor._version for _, tensor in self.tensors]
+        self.kept = [(name, tensor, tensor.detach().clone()) for name, tensor in kept if not tensor.is_inference()]
+        self.poisoned = [tensor for tensor in poisoned if not tensor.is_inference()]
+        self.versions = [tensor._version for tensor in self._tensors()]
 
     def check(self, what: str) -> None:
         """Raises AsyncError if one of the tensors was changed."""
-        for (name, tensor), version in zip(self.tensors, self.versions, strict=True):
-            if tensor._version != version:
-                shape = list(tensor.shape)
-                raise AsyncError(f"{what}: {name} {shape} was changed in flight, before wait()")
+        if self.versions == [tensor._version for tensor in self._tensors()]:
+            return
+        for name, tensor, held in self.kept:
+            if not same_bits(values(tensor), values(held)):
+                raise AsyncError(f"{what}: {name} {list(tensor.shape)} was changed in flight, before wait()")
+        for tensor in self.poisoned:
+            if not is_poison(tensor, self.rank):
+                raise AsyncError(f"{what}: output {list(tensor.shape)} was changed in flight, before wait()")
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for _, tensor, _ in self.kept] + self.poisoned

@@ -72,7 +72,7 @@ class Messages:
         work, sent = self._begin(member, "send", f"to {member.ranks[target]}", target, tag, tensors)
         post = Post(member.place, target, tag, [tensor.detach().clone() for tensor in sent], work)
         self._box(member).sends.append(post)
-        work.watch(tensors)
+        work.watch([("input", tensor) for tensor in tensors], [])
         self._meet(member)
         return work
 
@@ -88,7 +88,7 @@ class Messages:
         self._box(member).receives.append(Post(source, member.place, tag, list(tensors), work))
         for tensor in tensors:
             poison(tensor, member.rank)
-        work.watch([])
+        work.watch([], tensors)
         self._meet(member)
         return work
 

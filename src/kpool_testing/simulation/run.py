@@ -147,6 +147,7 @@ class Simulation:
         finally:
             _active.clear()
         self.outcome.raise_it()
+        self.calls.check_groups()
         return Run([rank.result for rank in self.turns.ranks], self.context.trace)
 
     def _body(

@@ -39,9 +39,9 @@ class SimWork(Work):
         self.future: Callable[[SimWork], Any] | None = None
         self.held: Sequence[Tensor] | None = None
 
-    def watch(self, inputs: Sequence[Tensor]) -> None:
-        """From now on, a write to the inputs or outputs before `wait()` is an error."""
-        self._watched = Watched(inputs, self._outputs)
+    def watch(self, kept: Sequence[tuple[str, Tensor]], poisoned: Sequence[Tensor]) -> None:
+        """From now on, a write to these before `wait()` is an error; see `Watched`."""
+        self._watched = Watched(kept, poisoned, self.rank)
 
     @property
     def ready(self) -> bool:
