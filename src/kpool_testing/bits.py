@@ -58,7 +58,7 @@ def poison(tensor: torch.Tensor, rank: int) -> None:
     """Fill a tensor with what spoils whatever reads it, another on every rank: NaN, a huge integer, True.
 
     A NaN carries the rank in its payload, which sums and products in fp32 and fp64 keep, so that results computed from
-    it are not bit-identical over ranks even where all of them are NaN. It is a signalling one: arithmetic on it in place
+    it are not bit-identical over ranks even where all of them are NaN. It is a signalling one: arithmetic in place
     leaves other bits.
     """
     with torch.no_grad():

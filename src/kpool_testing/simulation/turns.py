@@ -205,8 +205,14 @@ class Turns:
     # -- what a thread asks for
 
     def current(self) -> RankThread | None:
-        """The calling thread's place, None for a thread that is no rank's."""
-        return getattr(self._local, "current", None)
+        """The calling thread's place, None for a thread that is no rank's.
+
+        A thread that Python did not start works for the rank with the turn, which waits for it: autograd's own do.
+        """
+        place: RankThread | None = getattr(self._local, "current", None)
+        if place is None and self.holder is not None and isinstance(threading.current_thread(), threading._DummyThread):
+            return self.holder.main
+        return place
 
     def me(self) -> RankThread:
         """The calling thread's place, once its rank has the turn.

@@ -17,8 +17,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kpool_testing.simulation.context import Settings
+from kpool_testing.simulation.isolation.attributes import places
 from kpool_testing.simulation.isolation.backend import NAME as BACKEND
 from kpool_testing.simulation.isolation.backend import installed
+from kpool_testing.simulation.isolation.compiled import Compiled
 from kpool_testing.simulation.isolation.generators import TorchRandom, numpy_random, python_random
 from kpool_testing.simulation.isolation.modes import CallerModes
 from kpool_testing.simulation.isolation.settings import Environment, Warnings, directory, switches
@@ -28,11 +30,6 @@ from kpool_testing.simulation.threads import adopted
 from kpool_testing.simulation.turns import Turns
 
 __all__ = ["BACKEND", "CallerModes", "Swapped", "apart", "forget_groups"]
-
-# What a new process has in modules that keep state of the process's groups.
-_ATTRIBUTES: dict[tuple[str, str], Callable[[], Any]] = {
-    ("torch.distributed.tensor._random", "_rng_tracker"): lambda: None,
-}
 
 
 @contextmanager
@@ -61,7 +58,8 @@ def apart(create: Callable[[Any], Any], settings: Settings, turns: Turns, module
                 directory(),
                 Warnings(),
                 switches(),
-                Attributes(_ATTRIBUTES),
+                Compiled(settings.size, rank_of),
+                Attributes(places()),
                 *map(ModuleGlobals, modules),
             ]
         )

@@ -92,11 +92,22 @@ def _attribute(place: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any]
 
 
 _backends: Any = torch.backends
+_native: Any = torch._C
 _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (_native._get_cudnn_benchmark, _native._set_cudnn_benchmark),
+    (_native._get_cudnn_deterministic, _native._set_cudnn_deterministic),
+    (_native._get_cudnn_enabled, _native._set_cudnn_enabled),
+    (_native._get_mkldnn_enabled, _native._set_mkldnn_enabled),
+    (_native._get_flash_sdp_enabled, _native._set_sdp_use_flash),
+    (_native._get_mem_efficient_sdp_enabled, _native._set_sdp_use_mem_efficient),
+    (_native._get_math_sdp_enabled, _native._set_sdp_use_math),
+    (_native._get_cudnn_sdp_enabled, _native._set_sdp_use_cudnn),
+    (_native._get_warnAlways, _native._set_warnAlways),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     _attribute(_backends, "fp32_precision"),
     _attribute(_backends.cuda.matmul, "fp32_precision"),
     _attribute(getattr(_backends.mkldnn, "matmul", None), "fp32_precision"),

@@ -10,7 +10,7 @@ import copy
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -80,39 +80,52 @@ class Lazy:
 
 
 class Attributes:
-    """Attributes of modules that may be loaded at any time, one value a rank.
+    """Attributes of modules, and of classes in them, one value a rank.
 
     Args:
-        places: (module, attribute) to a function that makes what a new process has there.
+        places: module and attribute (dotted where it is a class's), to a function that makes what a new process has
+            there of what the caller's process has. A module may be loaded at any time.
     """
 
-    def __init__(self, places: dict[tuple[str, str], Callable[[], Any]]) -> None:
+    def __init__(self, places: Mapping[tuple[str, str], Callable[[Any], Any]]) -> None:
         self.places = places
-        self.original: dict[tuple[str, str], Any] = {}
-        self.saved: dict[int, dict[tuple[str, str], Any]] = {}
+        self.owners: list[tuple[Any, str, Callable[[Any], Any]]] = []
+        self.loaded = 0
+        self.running = False
+        self.original: list[Any] = []
+        self.saved: dict[int, list[Any]] = {}
 
     def leave(self, rank: int) -> None:
         """Put the rank's values aside."""
-        self.saved[rank] = {key: getattr(module, key[1]) for key, module in self._loaded()}
+        self.saved[rank] = [getattr(owner, name) for owner, name, _ in self.owners]
 
     def enter(self, rank: int) -> None:
         """Put the rank's values in place."""
-        saved = self.saved.get(rank, {})
-        for key, module in self._loaded():
-            if key not in self.original:
-                self.original[key] = getattr(module, key[1])
-            setattr(module, key[1], saved[key] if key in saved else self.places[key]())
+        if self.loaded != len(sys.modules):
+            self._find_more()
+        self.running = True
+        saved = self.saved.get(rank, ())
+        for number, (owner, name, fresh) in enumerate(self.owners):
+            setattr(owner, name, saved[number] if number < len(saved) else fresh(self.original[number]))
 
     def restore(self) -> None:
         """Put the caller's values in place."""
-        for (name, attribute), value in self.original.items():
-            setattr(sys.modules[name], attribute, value)
+        for (owner, name, _), value in zip(self.owners, self.original, strict=True):
+            setattr(owner, name, value)
 
-    def _loaded(self) -> Iterator[tuple[tuple[str, str], types.ModuleType]]:
-        for key in self.places:
-            module = sys.modules.get(key[0])
-            if module is not None and hasattr(module, key[1]):
-                yield key, module
+    def _find_more(self) -> None:
+        """Modules may have been loaded since; what is found once keeps its number."""
+        self.loaded = len(sys.modules)
+        known = {(id(owner), name) for owner, name, _ in self.owners}
+        for (module, path), fresh in self.places.items():
+            *classes, name = path.split(".")
+            owner: Any = sys.modules.get(module)
+            for part in classes:
+                owner = getattr(owner, part, None)
+            if owner is not None and hasattr(owner, name) and (id(owner), name) not in known:
+                self.owners.append((owner, name, fresh))
+                value = getattr(owner, name)
+                self.original.append(fresh(value) if self.running else value)
 
 
 class ModuleGlobals:

@@ -79,17 +79,25 @@ def meshes_of_ranks(rank_of: RankOf) -> Iterator[None]:
     """While active, a `DeviceMesh` differs from every other rank's and every other run's, also for torch's caches."""
     from torch.distributed.device_mesh import DeviceMesh
 
+    mesh: Any = DeviceMesh
     run = next(_runs)
-    original = DeviceMesh.__init__
+    made, unpickled = mesh.__init__, mesh.__setstate__
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    def number(self: Any) -> None:
         rank = rank_of()
         if rank is not None:
-            self._thread_id = (run << 20) + rank
+            self._thread_id, self._hash = (run << 20) + rank, None
 
-    DeviceMesh.__init__ = init  # type: ignore[method-assign]
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        number(self)
+
+    def setstate(self: Any, state: Any) -> None:
+        unpickled(self, state)
+        number(self)
+
+    mesh.__init__, mesh.__setstate__ = init, setstate
     try:
         yield
     finally:
-        DeviceMesh.__init__ = original  # type: ignore[method-assign]
+        mesh.__init__, mesh.__setstate__ = made, unpickled
