@@ -18,6 +18,7 @@ _CARRIERS = (
     "/distributed/_functional_collectives.py",
     "/distributed/nn/functional.py",
     "/autograd/function.py",
+    "/utils/_contextlib.py",
     "/_ops.py",
 )
 
@@ -54,7 +55,9 @@ def is_user_file(filename: str) -> bool:
 @functools.cache
 def _is_carrier(filename: str) -> bool:
     name = filename.replace("\\", "/")
-    return name.startswith(_PACKAGE) or (name.startswith(_torch_home()) and name.endswith(_CARRIERS))
+    if name.startswith(_torch_home()):
+        return name.endswith(_CARRIERS)
+    return name.startswith(_PACKAGE) or name.endswith(_SKIPPED)
 
 
 def _torch_home() -> str:

@@ -25,6 +25,7 @@ GLOO_DTYPES = frozenset(
 )
 _FLOAT8 = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
 _NCCL_DTYPES = GLOO_DTYPES | _FLOAT8
+_ANY_DTYPE = ("send", "recv", "recv_anysource")  # gloo moves bytes
 BITWISE = ("BAND", "BOR", "BXOR")
 _SCALAR_NAMES = {torch.int8: "Char", torch.uint8: "Byte", torch.int32: "Int", torch.int64: "Long", torch.bool: "Bool"}
 _C_NAMES = {
@@ -41,9 +42,12 @@ _C_NAMES = {
 }
 
 
-def all_tensors(arguments: dict[str, Any]) -> list[tuple[str, Tensor]]:
+Named = list[tuple[str, Tensor]]
+
+
+def all_tensors(arguments: dict[str, Any]) -> Named:
     """The tensors among a call's arguments, with the arguments' names."""
-    named: list[tuple[str, Tensor]] = []
+    named: Named = []
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             named.append((name, value))
@@ -59,7 +63,7 @@ def _sizes(tensor: Tensor) -> str:
 # -- gloo, as observed
 
 
-def check_gloo(kind: str, a: dict[str, Any]) -> None:
+def check_gloo(kind: str, a: dict[str, Any], tensors: Named) -> None:
     """Raise what gloo raises on a CPU; RefusedError where it corrupts data or crashes."""
     if kind == "coalescing":
         raise RuntimeError("Backend gloo does not implement startCoalescing")
@@ -68,8 +72,8 @@ def check_gloo(kind: str, a: dict[str, Any]) -> None:
     specific = _GLOO.get(kind)
     if specific is not None:
         specific(a)
-    for _, tensor in all_tensors(a):
-        if tensor.dtype not in GLOO_DTYPES and not (kind in ("send", "recv") or tensor.dtype.is_complex):
+    for _, tensor in tensors:
+        if tensor.dtype not in GLOO_DTYPES and not (kind in _ANY_DTYPE or tensor.dtype.is_complex):
             raise RuntimeError("Invalid scalar type")
 
 
@@ -245,11 +249,10 @@ _GLOO: dict[str, Callable[[dict[str, Any]], None]] = {
 # -- NCCL, from its source
 
 
-def check_nccl(kind: str, a: dict[str, Any]) -> None:
+def check_nccl(kind: str, a: dict[str, Any], tensors: Named) -> None:
     """Raise what the source of ProcessGroupNCCL says it raises."""
     if kind == "recv_anysource":
         raise NotImplementedError("ProcessGroupNCCL does not support recvAnysource")
-    tensors = all_tensors(a)
     if any(not tensor.is_contiguous() for _, tensor in tensors):
         raise ValueError("Tensors must be contiguous")
     for _, tensor in tensors:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kpool_testing.errors import RefusedError
-from kpool_testing.rules.backends import BITWISE, GLOO_DTYPES, all_tensors, check_gloo, check_nccl, refuse
+from kpool_testing.rules.backends import BITWISE, GLOO_DTYPES, Named, all_tensors, check_gloo, check_nccl, refuse
 
 
 def check(dialect: str, kind: str, **arguments: Any) -> None:
@@ -25,10 +25,11 @@ def check(dialect: str, kind: str, **arguments: Any) -> None:
     root = arguments.get("root")
     if root is not None and not 0 <= root < arguments["size"]:
         _refuse_root(dialect, kind, root, arguments["size"])
-    if any(tensor.is_sparse for _, tensor in all_tensors(arguments)):
+    tensors = all_tensors(arguments)
+    if any(tensor.is_sparse for _, tensor in tensors):
         _check_sparse(dialect, kind, arguments)
     else:
-        _CHECKS[dialect](kind, arguments)
+        _CHECKS[dialect](kind, arguments, tensors)
 
 
 def check_values(dialect: str, kind: str, op: str, tensors: Sequence[Tensor]) -> bool:
@@ -83,14 +84,13 @@ def _check_sparse(dialect: str, kind: str, a: dict[str, Any]) -> None:
 # -- both at once
 
 
-def _portable(kind: str, a: dict[str, Any]) -> None:
+def _portable(kind: str, a: dict[str, Any], tensors: Named) -> None:
     if kind == "recv_anysource":
         raise RefusedError("recv from any source: NCCL has no such call, expected a source rank")
     if kind == "monitored_barrier":
         raise RefusedError("monitored_barrier: NCCL has no such call, expected barrier")
     if kind == "coalescing":
         raise RefusedError("coalescing: gloo has none, expected one call after the other")
-    tensors = all_tensors(a)
     for name, tensor in tensors:
         if not tensor.is_contiguous():
             refuse(kind, name, "contiguous memory", tensor)
@@ -183,7 +183,7 @@ _PORTABLE: dict[str, Callable[[str, dict[str, Any]], None]] = {
     "all_to_all": _portable_all_to_all,
 }
 
-_CHECKS: dict[str, Callable[[str, dict[str, Any]], None]] = {
+_CHECKS: dict[str, Callable[[str, dict[str, Any], Named], None]] = {
     "gloo": check_gloo,
     "nccl": check_nccl,
     "portable": _portable,

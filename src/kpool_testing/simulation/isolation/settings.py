@@ -75,9 +75,10 @@ def directory() -> Lazy:
 def switches() -> Lazy:
     """torch's switches for the whole process: default dtype, determinism, precision of fp32 products, anomaly mode."""
     found = [switch for switch in _SWITCHES if _works(switch)]
+    getters = [get for get, _ in found]
 
     def take() -> tuple[Any, ...]:
-        return tuple([get() for get, _ in found])
+        return tuple([get() for get in getters])
 
     def put(values: tuple[Any, ...]) -> None:
         for (get, set_), value in zip(found, values, strict=True):
@@ -87,31 +88,40 @@ def switches() -> Lazy:
     return Lazy(take, take, put)
 
 
+_native: Any = torch._C
+_backends: Any = torch.backends
+
+
 def _attribute(place: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return lambda: getattr(place, name), lambda value: setattr(place, name, value)
 
 
-_backends: Any = torch.backends
-_native: Any = torch._C
 _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+    (
+        lambda: (_native._get_deterministic_algorithms(), _native._get_deterministic_algorithms_warn_only()),
+        lambda value: _native._set_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    (_native._get_cudnn_benchmark, _native._set_cudnn_benchmark),
-    (_native._get_cudnn_deterministic, _native._set_cudnn_deterministic),
-    (_native._get_cudnn_enabled, _native._set_cudnn_enabled),
-    (_native._get_mkldnn_enabled, _native._set_mkldnn_enabled),
-    (_native._get_flash_sdp_enabled, _native._set_sdp_use_flash),
-    (_native._get_mem_efficient_sdp_enabled, _native._set_sdp_use_mem_efficient),
-    (_native._get_math_sdp_enabled, _native._set_sdp_use_math),
-    (_native._get_cudnn_sdp_enabled, _native._set_sdp_use_cudnn),
-    (_native._get_warnAlways, _native._set_warnAlways),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (_native._get_float32_matmul_precision, _native._set_float32_matmul_precision),
     _attribute(_backends, "fp32_precision"),
     _attribute(_backends.cuda.matmul, "fp32_precision"),
     _attribute(getattr(_backends.mkldnn, "matmul", None), "fp32_precision"),
 ]
+for _name, _set in {
+    "deterministic_fill_uninitialized_memory": "_set_deterministic_fill_uninitialized_memory",
+    "cudnn_benchmark": "_set_cudnn_benchmark",
+    "cudnn_deterministic": "_set_cudnn_deterministic",
+    "cudnn_enabled": "_set_cudnn_enabled",
+    "mkldnn_enabled": "_set_mkldnn_enabled",
+    "flash_sdp_enabled": "_set_sdp_use_flash",
+    "mem_efficient_sdp_enabled": "_set_sdp_use_mem_efficient",
+    "math_sdp_enabled": "_set_sdp_use_math",
+    "cudnn_sdp_enabled": "_set_sdp_use_cudnn",
+    "warnAlways": "_set_warnAlways",
+}.items():
+    if hasattr(_native, f"_get_{_name}") and hasattr(_native, _set):
+        _SWITCHES.append((getattr(_native, f"_get_{_name}"), getattr(_native, _set)))
 
 
 def _works(switch: tuple[Callable[[], Any], Any]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import operator
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,7 @@ class Lazy:
 
 
 class Attributes:
-    """Attributes of modules, and of classes in them, one value a rank.
+    """Attributes of modules, and of classes and functions in them, one value a rank.
 
     Args:
         places: module and attribute (dotted where it is a class's), to a function that makes what a new process has
@@ -89,43 +90,71 @@ class Attributes:
 
     def __init__(self, places: Mapping[tuple[str, str], Callable[[Any], Any]]) -> None:
         self.places = places
-        self.owners: list[tuple[Any, str, Callable[[Any], Any]]] = []
+        self.owners: list[_Owner] = []
         self.loaded = 0
         self.running = False
-        self.original: list[Any] = []
-        self.saved: dict[int, list[Any]] = {}
 
     def leave(self, rank: int) -> None:
         """Put the rank's values aside."""
-        self.saved[rank] = [getattr(owner, name) for owner, name, _ in self.owners]
+        for owner in self.owners:
+            owner.saved[rank] = owner.take()
 
     def enter(self, rank: int) -> None:
         """Put the rank's values in place."""
         if self.loaded != len(sys.modules):
             self._find_more()
         self.running = True
-        saved = self.saved.get(rank, ())
-        for number, (owner, name, fresh) in enumerate(self.owners):
-            setattr(owner, name, saved[number] if number < len(saved) else fresh(self.original[number]))
+        for owner in self.owners:
+            owner.put(owner.saved.get(rank) or owner.fresh())
 
     def restore(self) -> None:
         """Put the caller's values in place."""
-        for (owner, name, _), value in zip(self.owners, self.original, strict=True):
-            setattr(owner, name, value)
+        for owner in self.owners:
+            owner.put(owner.original)
 
     def _find_more(self) -> None:
-        """Modules may have been loaded since; what is found once keeps its number."""
+        """Modules may have been loaded since the last turn."""
         self.loaded = len(sys.modules)
-        known = {(id(owner), name) for owner, name, _ in self.owners}
+        known = {id(owner.owner) for owner in self.owners}
+        found: dict[int, tuple[Any, dict[str, Callable[[Any], Any]]]] = {}
         for (module, path), fresh in self.places.items():
-            *classes, name = path.split(".")
+            *parts, name = path.split(".")
             owner: Any = sys.modules.get(module)
-            for part in classes:
+            for part in parts:
                 owner = getattr(owner, part, None)
-            if owner is not None and hasattr(owner, name) and (id(owner), name) not in known:
-                self.owners.append((owner, name, fresh))
-                value = getattr(owner, name)
-                self.original.append(fresh(value) if self.running else value)
+            if owner is not None and hasattr(owner, name) and id(owner) not in known:
+                found.setdefault(id(owner), (owner, {}))[1][name] = fresh
+        # What a rank has loaded starts as in a new process for the caller too.
+        self.owners += [_Owner(owner, names, self.running) for owner, names in found.values()]
+
+
+class _Owner:
+    """The attributes of one module, class or function, taken and put together."""
+
+    def __init__(self, owner: Any, names: dict[str, Callable[[Any], Any]], start_fresh: bool) -> None:
+        self.owner, self.names = owner, tuple(names)
+        self.makers = tuple(names.values())
+        self.saved: dict[int, tuple[Any, ...]] = {}
+        self.take: Callable[[], tuple[Any, ...]] = self._getter()
+        self.original = self.take()
+        if start_fresh:
+            self.original = self.fresh()
+
+    def fresh(self) -> tuple[Any, ...]:
+        """What a new process has."""
+        return tuple([make(value) for make, value in zip(self.makers, self.original, strict=True)])
+
+    def put(self, values: tuple[Any, ...]) -> None:
+        """Put values in place."""
+        if isinstance(self.owner, types.ModuleType):
+            vars(self.owner).update(zip(self.names, values, strict=True))
+            return
+        for name, value in zip(self.names, values, strict=True):
+            setattr(self.owner, name, value)
+
+    def _getter(self) -> Callable[[], tuple[Any, ...]]:
+        owner, get = self.owner, operator.attrgetter(*self.names)
+        return (lambda: get(owner)) if len(self.names) > 1 else (lambda: (get(owner),))
 
 
 class ModuleGlobals:
