@@ -82,10 +82,38 @@ def test_the_world_needs_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gloo
 class TestProcesses:
-    def test_workers_are_kept(self) -> None:
-        first = run_ranks(lambda group: os.getpid(), 3, "gloo").results
-        assert run_ranks(lambda group: os.getpid(), 3, "gloo").results == first
-        assert len({*first, os.getpid()}) == 4
+    def test_workers_are_kept_and_fork_a_rank_for_every_run(self) -> None:
+        first = run_ranks(lambda group: (os.getppid(), os.getpid()), 3, "gloo").results
+        second = run_ranks(lambda group: (os.getppid(), os.getpid()), 3, "gloo").results
+        assert [worker for worker, _ in first] == [worker for worker, _ in second]
+        assert len({os.getpid(), *(process for pair in first + second for process in pair)}) == 10
+
+    def test_nothing_that_a_run_leaves_in_torch_reaches_the_next(self) -> None:
+        def leave(group: Any) -> tuple[Any, ...]:
+            import torch.distributed.nn.functional as dist_nn  # binds this run's default group
+
+            found = torch.get_default_dtype(), torch.is_grad_enabled(), hasattr(torch, "_left_by_a_rank")
+            torch.set_default_dtype(torch.float64)
+            torch.set_grad_enabled(False)
+            torch._left_by_a_rank = True  # type: ignore[attr-defined]
+            return *found, dist_nn.all_reduce(torch.ones(1)).item(), torch.rand(1).item()
+
+        runs = [run_ranks(leave, size, "gloo").results for size in (2, 2, 3)]
+        for results in runs:
+            assert [result[:4] for result in results] == [(torch.float32, True, False, len(results))] * len(results)
+        assert len({result[4] for results in runs for result in results}) == 7
+
+    def test_a_compiled_collective_is_compiled_whole(self) -> None:
+        def compiled(group: Any) -> list[float]:
+            @torch.compile(fullgraph=True, backend="eager")
+            def double_and_sum(x: torch.Tensor) -> torch.Tensor:
+                y = x * 2
+                dist.all_reduce(y)
+                return y + 1
+
+            return double_and_sum(torch.ones(2)).tolist()
+
+        assert run_ranks(compiled, 2, "gloo").results == [[5.0, 5.0]] * 2
 
     def test_more_ranks_than_cores(self) -> None:
         assert_replicated(run_ranks(gathered, 8, "gloo"))

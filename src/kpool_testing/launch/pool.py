@@ -1,8 +1,9 @@
 """The same function on real processes: `run_ranks(fn, 3, backend="gloo")`.
 
-Workers are spawned once and kept for the next call; each call joins them into a new group over a file store in a fresh
-directory, so nothing listens on a port. Every group, also one made by `new_group`, has the time limit. Functions travel
-by cloudpickle, closures included. Results and exceptions come back by pickle.
+Workers are spawned once and kept for the next call. For each call every worker forks a process, so that a rank starts
+like a program just started; these join a new group over a file store in a fresh directory, so nothing listens on a port.
+Every group, also one made by `new_group`, has the time limit. Functions travel by cloudpickle, closures included.
+Results and exceptions come back by pickle.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import io
 import marshal
 import multiprocessing
+import os
 import pickle
 import shutil
 import sys
@@ -51,6 +53,7 @@ def run_ranks(
             holds the traceback) or its process died.
         DeadlockError: ranks wait for each other past the limit.
         ValueError: unknown backend, size < 1, more nccl ranks than GPUs, or a world of another size.
+        NotImplementedError: real ranks on a platform without `os.fork`.
     """
     __tracebackhide__ = True
     if backend not in BACKENDS:
@@ -74,6 +77,8 @@ def run_ranks(
         from kpool_testing.launch.torchrun import run_in_world
 
         return run_in_world(fn, size, limit)
+    if not hasattr(os, "fork"):
+        raise NotImplementedError(f'backend={backend!r} needs os.fork, which {sys.platform} has not; use backend="fake"')
     _require_gpus(backend, size)
     return _pool.run(fn, size, backend, limit)
 
@@ -124,6 +129,7 @@ class _Pool:
         self.workers: list[_Worker] = []
         self.directory: Path | None = None
         self.runs = 0
+        self.libraries: dict[str, None] = {}
 
     def run(self, fn: Callable[[Any], Any], size: int, backend: str, timeout: float) -> Run:
         __tracebackhide__ = True
@@ -132,14 +138,9 @@ class _Pool:
         assert self.directory is not None
         self.runs += 1
         store = str(self.directory / f"store-{self.runs}")
-        modules = {
-            name: file
-            for name, module in list(sys.modules.items())
-            if isinstance(file := getattr(module, "__file__", None), str) and "site-packages" not in file
-        }
         path = tuple(sys.path)
         for rank, worker in enumerate(workers):
-            job = Job(rank, size, backend, store, timeout, payload, path, modules)
+            job = Job(rank, size, backend, store, timeout, payload, path, tuple(self.libraries))
             worker.connection.send_bytes(pickle.dumps(job))
         outcome = _Outcome(workers, size, timeout)
         try:
@@ -147,6 +148,8 @@ class _Pool:
         except BaseException:
             self.close()
             raise
+        for answer in outcome.answers.values():
+            self.libraries.update(dict.fromkeys(answer.libraries))
         if outcome.lost:
             self.close()
         return outcome.run()

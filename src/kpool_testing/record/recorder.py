@@ -57,15 +57,16 @@ _PEERS = {"send": "to", "recv": "from"}
 def recording(trace: CallLog) -> Iterator[None]:
     """Append every collective that Python code makes on a process group to `trace`."""
     kind: Any = dist.ProcessGroup
-    originals = {name: getattr(kind, name) for name in _SENT if hasattr(kind, name)}
+    # As they lie in the class: what getattr returns no longer binds to a group when it is put back.
+    methods = {name: method for name, method in vars(kind).items() if name in _SENT}
     counts: dict[str, int] = {}
-    for name, original in originals.items():
-        setattr(kind, name, _noting(trace, counts, name, original))
+    for name in methods:
+        setattr(kind, name, _noting(trace, counts, name, getattr(kind, name)))
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(kind, name, original)
+        for name, method in methods.items():
+            setattr(kind, name, method)
 
 
 def _noting(trace: CallLog, counts: dict[str, int], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
