@@ -1,7 +1,7 @@
 """The same function on real processes: `run_ranks(fn, 3, backend="gloo")`.
 
 Workers are spawned once and kept for the next call. For each call every worker forks a process, so that a rank starts
-like a program just started; these join a new group over a file store in a fresh directory, so nothing listens on a port.
+like a program just started; the ranks join a new group over a file store in a fresh directory: nothing opens a port.
 Every group, also one made by `new_group`, has the time limit. Functions travel by cloudpickle, closures included.
 Results and exceptions come back by pickle.
 """
@@ -78,7 +78,7 @@ def run_ranks(
 
         return run_in_world(fn, size, limit)
     if not hasattr(os, "fork"):
-        raise NotImplementedError(f'backend={backend!r} needs os.fork, which {sys.platform} has not; use backend="fake"')
+        raise NotImplementedError(f'backend={backend!r} needs os.fork, {sys.platform} has none; use backend="fake"')
     _require_gpus(backend, size)
     return _pool.run(fn, size, backend, limit)
 

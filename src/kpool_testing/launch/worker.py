@@ -34,8 +34,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class Job:
     """What a worker is asked to do.
 
-    `payload` is the pickled function, `store` the path of the rendezvous file, `libraries` what earlier jobs imported of
-    installed packages: a worker imports them before it forks, so that every job does not pay for them again.
+    `payload` is the pickled function, `store` the path of the rendezvous file. `libraries` are the modules of installed
+    packages that earlier jobs imported: a worker imports them before it forks, so that no job pays for them again.
     """
 
     rank: int
