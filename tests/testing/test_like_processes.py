@@ -10,11 +10,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.rpc as rpc
+from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from kpool_testing import (
@@ -485,3 +489,158 @@ class TestWorksOfTorch:
             return model.module.weight.grad is not None
 
         assert simulate(body, 2, dialect="gloo").results == [True, True]
+
+
+@pytest.mark.slow
+class TestCompiledFunctions:
+    """Dynamo takes a rank and its groups for constants; what it compiles for one rank must not run on another."""
+
+    def test_what_depends_on_the_rank(self) -> None:
+        def plus_rank(x: torch.Tensor) -> torch.Tensor:
+            return x + dist.get_rank()
+
+        def part(x: torch.Tensor) -> torch.Tensor:
+            return x[dist.get_rank() * 2 :][:2] * 2
+
+        def branch(x: torch.Tensor) -> torch.Tensor:
+            return x * 10 if dist.get_rank() == 1 else x - 1
+
+        def body(group: Any) -> list[list[float]]:
+            pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+            mine = pairs[group.rank() // 2]
+
+            def of_subgroup(x: torch.Tensor) -> torch.Tensor:
+                return x + dist.get_rank(mine) + 100 * dist.get_world_size(mine)
+
+            x = torch.arange(6.0)
+            functions = (plus_rank, part, branch, of_subgroup)
+            return [torch.compile(function, backend="eager")(x)[:2].tolist() for function in functions]
+
+        assert simulate(body, 3).results == [
+            [[0.0, 1.0], [0.0, 2.0], [-1.0, 0.0], [200.0, 201.0]],
+            [[1.0, 2.0], [4.0, 6.0], [0.0, 10.0], [201.0, 202.0]],
+            [[2.0, 3.0], [8.0, 10.0], [-1.0, 0.0], [100.0, 101.0]],
+        ]
+
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+    def test_collectives_at_graph_breaks(self) -> None:
+        @torch.compile(backend="eager")
+        def mixed(x: torch.Tensor) -> torch.Tensor:
+            y = x + dist.get_rank()
+            dist.broadcast(y, src=1)
+            dist.all_reduce(y)
+            dist.barrier()
+            return y + dist.get_rank()
+
+        assert [result.item() for result in simulate(lambda group: mixed(torch.ones(1)), 2).results] == [4.0, 5.0]
+
+    def test_what_was_compiled_before_a_run_and_after_it(self) -> None:
+        @torch.compile(backend="eager")
+        def world(x: torch.Tensor) -> torch.Tensor:
+            return x + (dist.get_world_size() if dist.is_initialized() else 100)
+
+        x = torch.zeros(1)
+        assert world(x).item() == 100
+        for size in (2, 3):
+            assert [result.item() for result in simulate(lambda group: world(x), size).results] == [size] * size
+        assert world(x).item() == 100
+
+
+# Torch scripts its own decompositions at the first use of forward mode.
+TORCH_SCRIPT = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+
+
+class TestStateInCpp:
+    @TORCH_SCRIPT
+    def test_forward_mode_on_ranks_that_meet_inside_it(self) -> None:
+        def body(group: Any) -> list[float]:
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(torch.ones(2), torch.full((2,), float(group.rank())))
+                dist.barrier()
+                return forward_ad.unpack_dual(dual * 3).tangent.tolist()
+
+        assert simulate(body, 2).results == [[0.0, 0.0], [3.0, 3.0]]
+
+    @TORCH_SCRIPT
+    def test_forward_mode_that_one_rank_leaves_while_another_is_inside(self) -> None:
+        def body(group: Any) -> float:
+            def square(x: torch.Tensor) -> torch.Tensor:
+                y = x * x
+                if group.rank() == 1:
+                    dist.recv(torch.zeros(1), src=0)
+                return y * x
+
+            _, tangent = torch.func.jvp(square, (torch.ones(1),), (torch.ones(1),))
+            if group.rank() == 0:
+                dist.send(torch.zeros(1), dst=1)
+            return float(tangent)
+
+        assert simulate(body, 2, order=(1, 0)).results == [3.0, 3.0]
+        assert torch.func.jvp(torch.square, (torch.ones(1),), (torch.ones(1),))[1].item() == 2.0
+
+    def test_an_operator_that_two_ranks_define_is_refused(self) -> None:
+        def custom(group: Any) -> None:
+            @torch.library.custom_op("kpool_tests::add_rank", mutates_args=())
+            def add_rank(x: torch.Tensor) -> torch.Tensor:
+                return x + group.rank()
+
+            dist.barrier()
+            add_rank(torch.zeros(1))
+
+        def raw(group: Any) -> None:
+            library = torch.library.Library("kpool_tests_raw", "FRAGMENT")
+            library.define("f(Tensor x) -> Tensor")
+            library.impl("f", lambda x: x + group.rank(), "CPU")
+            dist.barrier()
+
+        for body, name in ((custom, "custom_op kpool_tests::add_rank"), (raw, "operator kpool_tests_raw::f")):
+            with pytest.raises(RefusedError, match=f"rank 1 defines {name}, which rank 0 has defined"):
+                simulate(body, 2)
+
+    def test_one_that_is_gone_before_the_next_rank_defines_it_is_not(self) -> None:
+        def body(group: Any) -> float:
+            with torch.library._scoped_library("kpool_tests_scoped", "DEF") as library:
+                library.define("f(Tensor x) -> Tensor")
+                library.impl("f", lambda x: x + group.rank(), "CPU")
+                result: float = torch.ops.kpool_tests_scoped.f(torch.zeros(1)).item()
+            return result
+
+        assert simulate(body, 2).results == [0.0, 1.0]
+
+    @pytest.mark.parametrize(("together", "expected"), [(True, None), (False, [True, True])])
+    def test_two_profilers_at_once_are_refused(self, together: bool, expected: list[bool] | None) -> None:
+        def body(group: Any) -> bool:
+            with torch.profiler.profile() as profiler:
+                torch.ones(1).add_(1)
+                if together:
+                    dist.barrier()
+            return bool(profiler.events())
+
+        if together:
+            with pytest.raises(RefusedError, match="rank 1 starts the profiler while rank 0 profiles"):
+                simulate(body, 2)
+        else:
+            assert simulate(body, 2).results == expected
+
+    @pytest.mark.slow
+    def test_collectives_under_compiled_autograd_are_refused(self) -> None:
+        def body(group: Any) -> None:
+            x = torch.ones(2, requires_grad=True)
+            x.register_hook(lambda gradient: all_reduce(gradient, "sum", group))
+            from torch._dynamo import compiled_autograd
+
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                (x * 2).sum().backward()
+
+        with pytest.raises(RefusedError, match="under compiled autograd"):
+            simulate(body, 2)
+
+    def test_rpc_is_refused(self, tmp_path: Path) -> None:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/rendezvous")
+        with pytest.raises(RefusedError, match=r"refuse torch\.distributed\.rpc"):
+            simulate(
+                lambda group: rpc.init_rpc(
+                    f"worker{group.rank()}", rank=group.rank(), world_size=2, rpc_backend_options=options
+                ),
+                2,
+            )

@@ -19,6 +19,7 @@ from kpool_testing.rules.request import Request
 from kpool_testing.simulation.context import Context
 from kpool_testing.simulation.futures import Completer
 from kpool_testing.simulation.injection import Faults
+from kpool_testing.simulation.isolation.refused import refuse_in_compiled_autograd
 from kpool_testing.simulation.matching import Answer, Slot, snapshot
 from kpool_testing.simulation.works import SimWork, SlotWork
 
@@ -141,6 +142,8 @@ class Calls:
         self.context.trace.append(Call(rank, kind, member.label, member.ranks, seq, shape, dtype, size, site, detail))
         sent = self.faults.apply(self.turns, rank, what, sent)
         self._refuse_broken(member, what)
+        if len(member.ranks) > 1:
+            refuse_in_compiled_autograd(what)
         return sent
 
     def made(self, member: Member) -> int:

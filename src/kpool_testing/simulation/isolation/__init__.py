@@ -1,10 +1,11 @@
 """What belongs to one rank although a process has it once, and how each kind is kept apart.
 
-Three mechanisms, one module each:
+Four mechanisms, one module each:
 
     swapped    follows the turn                 random generators, environment, warnings, switches, module globals
     worlds     looked up by the rank that asks  groups, torch's C++ group registry, meshes and what is cached by mesh
     compiled   guarded by the rank              what torch.compile has compiled
+    refused    refused by name                  operators defined twice, two profilers, RPC, compiled autograd
 
 `modes` carries the caller's thread-local modes into the ranks' threads, `backend` puts the simulated backend in place.
 What is not kept apart is listed in the documentation of the toolkit.
@@ -21,8 +22,10 @@ from kpool_testing.simulation.isolation.attributes import places
 from kpool_testing.simulation.isolation.backend import NAME as BACKEND
 from kpool_testing.simulation.isolation.backend import installed
 from kpool_testing.simulation.isolation.compiled import Compiled
+from kpool_testing.simulation.isolation.forward_ad import shared_level
 from kpool_testing.simulation.isolation.generators import TorchRandom, numpy_random, python_random
 from kpool_testing.simulation.isolation.modes import CallerModes
+from kpool_testing.simulation.isolation.refused import Refusals
 from kpool_testing.simulation.isolation.settings import Environment, Warnings, directory, switches
 from kpool_testing.simulation.isolation.swapped import Attributes, ModuleGlobals, Swapped
 from kpool_testing.simulation.isolation.worlds import forget_groups, meshes_of_ranks
@@ -49,6 +52,7 @@ def apart(create: Callable[[Any], Any], settings: Settings, turns: Turns, module
         worlds = stack.enter_context(installed(create, settings.backend, settings.size, rank_of))
         stack.enter_context(meshes_of_ranks(rank_of))
         stack.enter_context(adopted(turns, worlds))
+        stack.enter_context(shared_level(rank_of))
         random = [source for source in (python_random(), numpy_random()) if source is not None]
         swapped = Swapped(
             [
@@ -60,6 +64,7 @@ def apart(create: Callable[[Any], Any], settings: Settings, turns: Turns, module
                 switches(),
                 Compiled(settings.size, rank_of),
                 Attributes(places()),
+                Refusals(rank_of),
                 *map(ModuleGlobals, modules),
             ]
         )

@@ -66,6 +66,8 @@ _TORCH: dict[tuple[str, str], Fresh] = {
     ("torch.utils._python_dispatch", "_is_in_non_infra_torch_dispatch_mode"): _same,
     ("torch.utils._python_dispatch", "_is_in_any_mode_without_ignore_compile_internals"): _same,
     ("torch._tensor_str", "PRINT_OPTS"): copy.copy,
+    ("torch.autograd.forward_ad", "_current_level"): lambda value: -1,
+    ("torch._functorch.eager_transforms", "JVP_NESTING"): lambda value: 0,
     ("torch.__future__", "_overwrite_module_params_on_conversion"): _same,
     ("torch.__future__", "_swap_module_params_on_conversion"): _same,
     ("torch.fx.experimental.proxy_tensor", "_CURRENT_MAKE_FX_TRACER"): _same,

@@ -8,11 +8,12 @@ count for all ranks together and are multiplied. What was compiled in a run is d
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class Compiled:
         if self.frames is None:
             from torch._dynamo import eval_frame
 
+            _skip_own_frames()
+
             new = hasattr(eval_frame, "set_eval_frame_isolate_recompiles_id")
             self.frames = Regions(self.rank_of) if new else Guards(self.size, self.rank_of)
         self.frames.enter(rank)
@@ -102,19 +105,24 @@ class Regions(_Replaced):
         self.set_region = self.replace(eval_frame, "set_eval_frame_isolate_recompiles_id", self._set_region)
         self.total = self.replace(convert_frame, "_get_total_cache_entry_count", self._total)
 
+        self._forget(lambda code: bool(self.entries(code, -1)))  # a region falls back on what was compiled in none
+
     def enter(self, rank: int) -> None:
         """The rank has the turn: what it compiles outside of every region of its own goes to its default one."""
         self.set_region(self._region(rank, -1))
 
     def drop(self) -> None:
         """Drop the run's frames."""
-        from torch._dynamo.convert_frame import input_codes
-
         self.set_region(-1)
         self.put_back()
+        self._forget(lambda code: any(self.entries(code, region) for region in self.ours))
+
+    def _forget(self, concerned: Callable[[types.CodeType], bool]) -> None:
+        from torch._dynamo.convert_frame import input_codes
+
         for reference in list(input_codes.seen):
             code = reference()
-            if code is not None and any(self.entries(code, region) for region in self.ours):
+            if code is not None and concerned(code):
                 torch._C._dynamo.eval_frame.reset_code(code)
 
     def _region(self, rank: int | None, number: int) -> int:
@@ -184,6 +192,45 @@ class Guards(_Replaced):
                 "run what was compiled for another"
             )
         return self.skip(value)
+
+
+_ROOMS = tuple(f"kpool_testing.{room}" for room in ("bits", "errors", "record", "rules", "simulation"))
+_BELOW = (
+    "kpool_testing.simulation.run",
+    "kpool_testing.simulation.threads",
+)  # the program's frames are called by these
+
+
+@functools.cache
+def _skip_own_frames() -> None:
+    """Tell Dynamo not to look into the simulation, which runs inside the frames that it traces."""
+    native: Any = torch._C._dynamo.eval_frame
+    skip = native._FrameAction.SKIP
+    strategy = native._FrameExecStrategy(skip, skip)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_ROOMS) and name not in _BELOW:
+            for code in _codes(vars(module).values(), name):
+                native.set_code_exec_strategy(code, strategy)
+
+
+def _codes(values: Iterable[Any], module: str) -> Iterator[types.CodeType]:
+    """The code of functions and methods that a module defines, and of functions inside them."""
+    for value in values:
+        if isinstance(value, type) and value.__module__ == module:
+            yield from _codes(vars(value).values(), module)
+        for part in ("__wrapped__", "__func__", "fget", "fset", "func"):
+            inner = getattr(value, part, None)
+            if inner is not None and not isinstance(value, type):
+                yield from _codes([inner], module)
+        if isinstance(value, types.FunctionType) and value.__module__ == module:
+            yield from _nested(value.__code__)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
 
 
 # Flags of the eval frame, the process's own, and what it starts with.

@@ -9,6 +9,7 @@ starts. Meshes carry a number of their rank, so that torch's caches, which compa
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -101,3 +102,22 @@ def meshes_of_ranks(rank_of: RankOf) -> Iterator[None]:
         yield
     finally:
         mesh.__init__, mesh.__setstate__ = made, unpickled
+        _forget_meshes()
+
+
+# Caches by mesh, which would keep a run's groups alive.
+_CACHES = (
+    ("torch.distributed.tensor._redistribute", "_gen_transform_infos.cache_clear"),
+    ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
+    ("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+    ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta_cached.cache_clear"),
+)
+
+
+def _forget_meshes() -> None:
+    for module, path in _CACHES:
+        clear: Any = sys.modules.get(module)
+        for part in path.split("."):
+            clear = getattr(clear, part, None)
+        if clear is not None:
+            clear()
